@@ -57,7 +57,7 @@ class EnvironmentOptions:
     ] = None
 
     def plan(self, **more: Any) -> Plan:
-        """The environment; `more`: further fields of `PrepareOptions`. Raises UsageError for options that cannot work."""
+        """The environment to build. `more`: further fields of `PrepareOptions`. Raises UsageError for options that cannot work."""
         from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
 
         return plan_of(
@@ -87,12 +87,12 @@ class RemoteEnvironmentOptions(EnvironmentOptions):
 
     @property
     def is_given(self) -> bool:
-        """True if an option says how the environment is made."""
+        """True if an option describes an environment to build."""
         made = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse, self.index_url)
         return any(made)
 
     def plan_unless_there(self) -> Plan | None:
-        """The environment to be made there; None: `python` has it. Raises UsageError."""
+        """The environment to build at the place; None: `python` has groupwise already. Raises UsageError."""
         if self.python is None:
             return self.plan()
         if self.is_given:

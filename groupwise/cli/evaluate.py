@@ -91,7 +91,7 @@ class SuiteOptions:
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The options that are given."""
+        """The options that were given."""
         found = {name: value for name, value in asdict(self).items() if value is not None}
         for name in ("serve", "program"):
             if name in found:
@@ -165,7 +165,7 @@ def _evaluate_task(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate the policies on a task: config, task module and policies."""
+    """Evaluate the policies on a task."""
     from groupwise.cli.output import collect_seldom, write_json, write_result
 
     if dry_run:
@@ -241,7 +241,7 @@ def _evaluate_suites(
 
 
 def _refuse(given: dict[str, Any], how: str) -> None:
-    """Options that would have no effect."""
+    """Raise BadParameter for options that would have no effect."""
     for name, value in given.items():
         if value:
             option = {"runs_dir": "--dir", "overrides": "key=value"}.get(

@@ -1,4 +1,4 @@
-"""How findings look: a line for each, with what it means and what to do below; plain text wherever it is not a terminal."""
+"""Prints findings: a line for each, with its meaning and remedy below; without colours and folding if not in a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _COLOURS: dict[Level, str] = {
     "skipped": "bright_black",
 }
 _LEVEL = 9
-"""Columns of the first word of a line, its space included."""
+"""Width of a line's first word, including the space after it."""
 _NAME = 24
 _INDENT = " " * (_LEVEL + _NAME)
 
 
 def show_finding(finding: Finding) -> None:
-    """One finding; what to do is shown where there is something to do."""
+    """Print one finding, with its remedy unless its level is ok."""
     level = typer.style(f"{finding.level:<{_LEVEL}}", fg=_COLOURS[finding.level])
     remedy = f"→ {finding.remedy}" if finding.remedy and finding.level != "ok" else ""
     texts = [finding.measured, *(text for text in (finding.meaning, remedy) if text)]
@@ -40,24 +40,24 @@ def show_finding(finding: Finding) -> None:
 
 
 def show_verdict(report: Report) -> None:
-    """The last line."""
+    """Print the report's verdict as the last line."""
     level: Level = "problem" if report.exit_code else "ok"
     _echo(f"\n{typer.style(report.verdict, fg=_COLOURS[level])}")
 
 
 def show_title(text: str) -> None:
-    """A heading with an empty line before it."""
+    """Print a heading with an empty line before it."""
     _echo(f"\n{text}")
 
 
 def show_text(text: str) -> None:
-    """Untrusted text, cleaned and indented."""
+    """Print untrusted text, cleaned and indented."""
     for line in clean(text).split("\n"):
         _echo(f"  {line}".rstrip())
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, the first one to the left, numbers to the right."""
+    """Print rows in columns: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first, *others = row
@@ -67,7 +67,7 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def reward_rows(table: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The table of what each kind of completion earned, as text."""
+    """The table of the rewards that each kind of completion earned, as text."""
     parts = list(dict.fromkeys(name for row in table for name in row["parts"]))
     head = ["completion", "count", "failed", "reward", *(clean(name) for name in parts)]
     return [

@@ -254,7 +254,7 @@ def generate(
             raise typer.BadParameter(f"--extra is not JSON: {error}.") from error
         if not isinstance(given["extra"], dict):
             raise typer.BadParameter('--extra is not a JSON object, such as {"min_p": 0.1}.')
-    if client_replicas is not None:  # each client asks for a batch at a time
+    if client_replicas is not None:  # the limit counts for each client
         from groupwise.training.generation.config import CONCURRENCY
 
         given["concurrency"] = given.get("concurrency", CONCURRENCY) * client_replicas

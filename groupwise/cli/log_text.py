@@ -1,4 +1,4 @@
-"""Writing the log of a job, whose bytes are not trusted."""
+"""Writes the log of a job, whose bytes are not trusted."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from groupwise.core.terminal.text import clean
 
 
 class LogWriter:
-    """Writes bytes as they are for a program, and for a terminal as text without control characters.
+    """Writes bytes unchanged to a program, and as text without control characters to a terminal.
 
-    A piece may end within a letter; the rest comes with the next piece.
+    A piece may end within a multi-byte character; the rest comes with the next piece.
     """
 
     def __init__(self, *, err: bool = False) -> None:
-        """`err`: write to standard error, because standard output is for a document."""
+        """`err`: write to standard error, because standard output is used for a document."""
         self._err = err
         self._letters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes, *, last: bool = False) -> None:
-        """`last`: an unfinished letter gets no rest."""
+        """Write a piece of the log. `last`: nothing follows, so an incomplete character is shown as such."""
         stream = sys.stderr if self._err else sys.stdout
         if is_terminal(stream):
             encoding = stream.encoding or "utf-8"
@@ -33,11 +33,11 @@ class LogWriter:
         stream.flush()
 
     def end(self) -> None:
-        """The log is complete: an unfinished letter is shown as such. What is written next belongs to another log."""
+        """End a log: an incomplete character is shown as such. Later writes belong to another log."""
         self.write(b"", last=True)
         self._letters.reset()
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """True if a person reads it."""
+    """True if the stream is a terminal, so that a person reads it."""
     return stream.isatty()

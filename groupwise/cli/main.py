@@ -1,7 +1,7 @@
-"""The command line. Each verb has a file that only parses and calls; everything heavy is imported when it is called.
+"""The command line. Each command has a file that only parses and calls; heavy imports happen when it is called.
 
-`main` is the entry point: it runs one command and returns its exit code. It is also the boundary for errors, so that commands
-raise and never print them.
+`main` is the entry point: it runs one command and returns its exit code. It is also the only place that handles errors: commands raise
+them and never print them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:  # typer would forget which signal it was
+        except KeyboardInterrupt as interrupt:  # typer would lose the signal's number
             raise Stopped(interrupt) from interrupt
 
 

@@ -7,8 +7,8 @@
     @command(app, "stop", "cancel")
     def stop(ids: JobIds, chosen: JobFilter) -> None: ...
 
-A parameter whose type is such a dataclass stands for one option for each of its fields. The first name of a command, and the first long
-name of an option, are the ones that help shows; the others are older spellings, which keep working.
+A parameter that is annotated with such a dataclass expands into one option per field. Help shows the first name of a command and the
+first long name of an option; the others are deprecated names, which still work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DryRun = Annotated[
 
 
 class Command(TyperCommand):
-    """A command that understands older spellings of its options, but does not show them."""
+    """A command that accepts deprecated names of its options and hides them from --help."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -63,7 +63,10 @@ def command(
     hidden: bool = False,
     context_settings: dict[str, Any] | None = None,
 ) -> Callable[[AnyCommand], AnyCommand]:
-    """Register a function as a command, and hidden under its older names."""
+    """Register a function as a command under its name, and as a hidden command under each deprecated name.
+
+    Returns the function unchanged, so it can still be called directly.
+    """
 
     def register(function: AnyCommand) -> AnyCommand:
         expanded = _with_options(function)
@@ -77,7 +80,7 @@ def command(
 
 
 def _with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with an option for each field of the dataclasses among its parameters."""
+    """A wrapper of the function in which each dataclass parameter is replaced by one option per field."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for name, each in inspect.signature(function, eval_str=True).parameters.items():
@@ -94,6 +97,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
         }
         function(**values, **made)
 
+    # typer takes its parameters from the signature; the annotation of `values` is not one of them.
     vars(called)["__signature__"] = inspect.Signature(options)
     called.__annotations__ = {}
     called.__doc__ = function.__doc__

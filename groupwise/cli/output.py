@@ -1,7 +1,7 @@
-"""Output of the commands: data on stdout, messages on stderr, and one place that turns errors into exit codes.
+"""Output of the commands: data on stdout, messages on stderr, and one place that converts errors to exit codes.
 
-With `--json` a command writes exactly one JSON object on stdout, on failure with `error: {code, message}`.
-Exit codes: 0 done; 1 the run failed; 2 what was given cannot work; 130 and 143 interrupted by Ctrl-C or SIGTERM.
+With `--json`, a command writes exactly one JSON object to stdout; on failure, it has `error: {code, message}`.
+Exit codes: 0 success; 1 the run failed; 2 wrong usage; 130 and 143 interrupted by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from groupwise.engine.models.memory import lacks_memory, out_of_memory
 PROGRAM = "groupwise"
 
 _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""Characters that a terminal obeys and JSON need not escape, and halves of surrogates, which cannot be written otherwise."""
+"""Characters that control a terminal but that JSON need not escape, and lone surrogates, which cannot be encoded."""
 
 
 def collect_seldom() -> None:
-    """Collect garbage seldom, in commands that train nothing: their imports leave hardly any, and looking takes a tenth of their time."""
+    """Collect garbage rarely, in commands that do not train: their imports leave hardly any, and collecting takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
 
 
 def write_json(data: Any) -> None:
-    """One JSON document on stdout; NaN becomes null, and what JSON does not know is written as its text."""
+    """Write one JSON document to stdout. NaN becomes null, and values of other types become their text."""
     ascii_only = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
     text = json.dumps(without_nan(data), indent=2, ensure_ascii=ascii_only, default=str)
     typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 CANCELLED_CODE = 130
-"""The exit code of shells for a program that was interrupted."""
+"""The exit code that shells give to an interrupted program."""
 
 
 def shell_code(exit_code: int | None) -> int:
-    """The exit code of a failed job, as a shell gives it: a signal is 128 and its number; 1 if there is none."""
+    """The exit code of a failed job as a shell reports it: 128 plus the number of a signal; 1 if the code is missing."""
     code = exit_code or 1
     return 128 - code if code < 0 else min(code, 255)
 
 
 def say(text: str) -> None:
-    """Write a message on stderr, with untrusted text in it made harmless."""
+    """Write a message to stderr, with control characters in untrusted text removed."""
     typer.echo(clean(text), err=True)
 
 
 def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """Write the result of a command: as JSON, or a line `key  value` for each number and text in it."""
+    """Write the result of a command: as JSON, or with a line `key  value` for each number and text in it."""
     if as_json:
         write_json(summary)
         return
@@ -98,11 +98,11 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
         code = typer.main.get_command(app).main(args=args, prog_name=program, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has left. Nothing more can be written to it, not even by Python as it ends.
+        # The reader of a pipe (`| head`) has ended. Nothing more can be written to it, not even by Python at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Stopped as stopped:
-        # The work was not done; shells expect this exit code.
+        # The work was not done, and shells expect this exit code.
         return _tell(str(stopped), "interrupted", stopped.exit_code, as_json)
     except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
         return report_error(error, as_json=as_json)
@@ -110,13 +110,13 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
 
 
 def report_error(error: Exception, *, as_json: bool) -> int:
-    """Tell of a failure and return the exit code: a message for what people can mend, a traceback for bugs."""
+    """Report a failure and return the exit code: a message for errors that users can fix, a traceback for bugs."""
     if lacks_memory(error):
         error = out_of_memory(error)
     if isinstance(error, GroupwiseError):
         return _tell(error.message, error.code, error.exit_code, as_json)
     if isinstance(error, typer.TyperException):
-        # A command line that cannot be parsed; typer's own text, which begins with the usage.
+        # An invalid command line; show typer's own text, which starts with the usage.
         show = getattr(error, "show", None)
         if show is not None:
             error.message = clean(error.message) + _as_word(error)
@@ -132,10 +132,10 @@ def report_error(error: Exception, *, as_json: bool) -> int:
 
 
 class Stopped(Exception):
-    """The user did not want to wait for the end: Ctrl-C, or a second signal."""
+    """The user did not wait for the end: Ctrl-C, or a second signal."""
 
     def __init__(self, interrupt: KeyboardInterrupt) -> None:
-        """Another signal than Ctrl-C that became a KeyboardInterrupt is its first argument, as a number."""
+        """If a signal other than SIGINT became a KeyboardInterrupt, its number is the first argument."""
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
         self.exit_code = 128 + int(number)
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -150,7 +150,7 @@ def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
 
 
 def _as_word(error: Any) -> str:
-    """How to give a flag that is a key of the config, `--num_generations 8`; empty for other flags, and for commands that take no keys."""
+    """How to give an unknown flag that is a key of the config (`--num_generations 8`) as a word; empty for other flags and commands."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)
     if not option or "overrides" not in {each.name for each in context.command.params}:
@@ -166,6 +166,6 @@ def _as_word(error: Any) -> str:
     except ConfigError as wrong:
         problem = wrong.message.removeprefix("config: ")
         if "the nearest are" in problem:
-            return ""  # no framework has such a key
+            return ""  # not a key of any known framework
         return f". Keys of the config are words without dashes, as training.seed=1: {problem}"
     return ""

@@ -1,4 +1,4 @@
-"""Parses words of the command line: `k=v`, `2h`, statuses, settings of a kind. Each error says what was given and what is expected."""
+"""Parses words of the command line: `k=v`, `2h`, statuses, settings of a kind. Each error quotes the word and the expected form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
 
 
 def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
-    """Parse `KEY=VALUE` words. Raises UsageError for the first word that is not one, or whose key comes twice."""
+    """Parse `KEY=VALUE` words. Raises UsageError for the first invalid word or repeated key."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -32,11 +32,13 @@ def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
 
 
 def seconds(option: str, *words: str) -> Callable[[str], float]:
-    """A parser for an option that takes a time in seconds: `90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number. `words`: words that
-    stand for 0 seconds."""
+    """A parser for a time in seconds: `90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number.
+
+    `words`: words that mean 0 seconds.
+    """
 
     def parse(text: str) -> float:
-        stripped = str(text).strip().lower()  # a default comes as a number
+        stripped = str(text).strip().lower()  # a default value is a number
         plain = _PART.fullmatch(stripped)
         if plain is not None:
             return float(plain[1]) * _UNITS[plain[2] or ""]
@@ -53,7 +55,7 @@ def seconds(option: str, *words: str) -> Callable[[str], float]:
 
 
 def statuses(words: Sequence[str] | None) -> frozenset[JobStatus] | None:
-    """Parse statuses of jobs; several may stand in one word, separated by commas."""
+    """Parse statuses of jobs; one word may contain several, separated by commas."""
     from groupwise.jobs.fleet.states import JobStatus
 
     if not words:
@@ -87,7 +89,7 @@ def hyperparams(words: Sequence[str]) -> dict[str, Any]:
 
 
 def json_object(what: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises UsageError with the place of the error."""
+    """Parse a JSON object. Raises UsageError with the position of the error."""
     try:
         value: Any = json.loads(text)
     except ValueError as error:
@@ -98,7 +100,7 @@ def json_object(what: str, text: str) -> dict[str, Any]:
 
 
 def secret(word: str) -> tuple[str, str]:
-    """Parse `NAME`, `NAME=env:OTHER` or `NAME=file:/path`: the job's variable, and where the control machine finds its value."""
+    """Parse `NAME`, `NAME=env:OTHER` or `NAME=file:/path`. Returns the job's variable, and where the control machine finds its value."""
     name, equals, reference = word.partition("=")
     if not equals:
         return name, f"env:{name}"

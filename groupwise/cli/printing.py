@@ -1,6 +1,6 @@
-"""Common parts of the commands that look at runs: their arguments, tables for people, JSON for programs.
+"""Shared by the commands that show runs: their arguments, tables for people, JSON for programs.
 
-What a model wrote may hold anything; it is shown as harmless plain text, in what the terminal's encoding can hold.
+A model's text may contain anything; it is shown as plain text without control characters, in the terminal's encoding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from groupwise.core.terminal.text import clean, one_line
 
 LEAST_WIDTH = 40
-"""Columns for folded text, however narrow the terminal is."""
+"""Smallest width in columns of wrapped text, even in a narrower terminal."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
 RunArgument = Annotated[
@@ -29,14 +29,14 @@ RunArgument = Annotated[
 
 
 def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
-    """A title with pairs below it; nothing where there are none."""
+    """Print a title with pairs below it; nothing if there are no pairs."""
     if pairs:
         print_text(f"\n{one_line(title)}")
         print_pairs([(f"  {name}", value) for name, value in pairs])
 
 
 def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
-    """Print the advice on the numbers of the last steps."""
+    """Print the advice that is based on the metrics of the last steps."""
     if advice:
         print_text("\nadvice")
     for each in advice:
@@ -45,7 +45,7 @@ def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
 
 
 def next_commands(run: str) -> list[tuple[str, str]]:
-    """Commands to go on with after a run, with their purposes."""
+    """Commands that are useful after a run, with their purposes."""
     name = shlex.quote(run)
     return [
         (f"groupwise runs show {name}", "its numbers, evaluations and warnings"),
@@ -55,7 +55,7 @@ def next_commands(run: str) -> list[tuple[str, str]]:
 
 
 def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
-    """Names and values in two columns; those without a value are left out."""
+    """Print names and values in two columns; pairs without a value are left out."""
     lines = [
         (one_line(name), one_line(str(value))) for name, value in pairs if value not in (None, "")
     ]
@@ -70,7 +70,7 @@ def indented(text: str, margin: str) -> str:
 
 
 def folded(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
-    """Lines of a text, cleaned: as they are, and in a terminal none that is wider than it behind `indent` columns.
+    """The lines of a text, cleaned and, in a terminal, wrapped to the width that remains after `indent` columns.
 
     `stream` is where they will be shown; None: stdout.
     """
@@ -86,7 +86,7 @@ def folded(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Cells in columns, the head first."""
+    """Print cells in columns, the header first."""
     cells_of_rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [
         max(cell_len(row[column]) for row in cells_of_rows)
@@ -100,7 +100,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def rounded(value: Any) -> str:
-    """A number with four digits."""
+    """A number with four significant digits."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -112,6 +112,6 @@ def moment(seconds: float | None) -> str:
 
 
 def print_text(text: str) -> None:
-    """Print what the terminal's encoding can hold, and `?` for the rest."""
+    """Print a text, with `?` for characters that the terminal's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     typer.echo(text.encode(encoding, "replace").decode(encoding))

@@ -12,7 +12,7 @@ import typer
 from groupwise.cli.options import AsJson
 
 RESUME_VARIABLE = "RESUME_FROM"
-"""The environment variable in which a fleet names the checkpoint that an attempt resumes from."""
+"""The environment variable by which a fleet passes the checkpoint from which an attempt resumes."""
 
 ConfigOption = Annotated[
     Path | None,
@@ -44,7 +44,7 @@ Overrides = Annotated[
 
 
 def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
-    """The path of the config, or an empty config that the overrides fill."""
+    """The path of the config, or an empty config that consists only of defaults and overrides."""
     if config is None and not overrides:
         from groupwise.core.errors import UsageError
 
@@ -71,9 +71,9 @@ class ResumeOptions:
     ] = None
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments of a training, unless the environment names a checkpoint.
+        """The resume arguments of a training. A checkpoint in the environment overrides all of them.
 
-        A job is the same command at each of its attempts; if an earlier attempt reached a checkpoint, the next one resumes from it.
+        A fleet runs the same command for every attempt of a job; if an earlier attempt wrote a checkpoint, the next one resumes from it.
         """
         given = asdict(self)
         if checkpoint := os.environ.get(RESUME_VARIABLE):

@@ -22,7 +22,7 @@ ELSEWHERE = {
     **dict.fromkeys(("lr", "actor_lr"), "--learning_rate"),
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "--max_completion_length"),
 }
-"""Flags of other launchers, and the same flag here."""
+"""Flags of other launchers -> the equivalent flag here."""
 
 
 EXAMPLES = {
@@ -30,7 +30,7 @@ EXAMPLES = {
     "dataset": "a JSON or JSON lines file, or a hub id",
     "reward_function": "a reward by its name, such as correctness, or module:function",
 }
-"""What a flag that is needed may be."""
+"""Examples of values for required flags."""
 
 
 class _Command(Command):
@@ -46,7 +46,7 @@ class _Command(Command):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:  # typer would forget which signal it was
+        except KeyboardInterrupt as interrupt:  # typer would lose the signal's number
             raise Stopped(interrupt) from interrupt
 
 

@@ -88,7 +88,7 @@ def web(
 
 @contextmanager
 def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
-    """The fleet that is to be shown; None: none is."""
+    """The fleet to show; None if none was requested."""
     if place is None:
         yield None
         return
@@ -103,7 +103,7 @@ def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
 
 @contextmanager
 def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
-    """The training server that is to be shown; None: none is. Its key is the one in GROUPWISE_API_KEY."""
+    """The training server to show, with the key in GROUPWISE_API_KEY; None if none was requested."""
     if url is None:
         yield None
         return

@@ -1,13 +1,14 @@
-"""Builds the parts of a run from its config: the only place that picks implementations.
+"""Builds the parts of a run from its config. Only this module chooses implementations.
 
-`start_training` builds sampler and learner for the RL loop, as `groupwise.training.placement` lays them out, `start_supervised` the learner
-of a supervised run, `start_serving` the sampler of an evaluation. Sampler and learner share one base model in memory if an adapter is
-trained; each has its own copy of the adapter, and the sampler's copy changes only through published files. The parts are in this process,
-or in ranks (`groupwise.engine.distributed`), as the layout says: then the zygote builds them once, by `make_described`. With `run.server` a
-training server builds them (`groupwise.engine.backends.remote`), with `model.backend: tunix` a worker in another environment
-(`groupwise.engine.backends.tunix`), and with `model.backend: unsloth` one process of `groupwise.engine.backends.unsloth`.
+`start_training` builds sampler and learner of the RL loop in the layout of `groupwise.training.placement`, `start_supervised` the
+learner of a supervised run, `start_serving` the sampler of an evaluation. If an adapter is trained, sampler and learner share one base
+model in memory. Each has its own copy of the adapter, and the sampler's copy changes only by loading published files. Depending on the
+layout, the parts are in this process or in ranks (`groupwise.engine.distributed`); the zygote of the ranks then builds them once, with
+`make_described`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with `model.backend: tunix`, a
+worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single process
+(`groupwise.engine.backends.unsloth`).
 
-Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
+`models_over` adds further trained adapters later, to the base of a training or to one that `start_base` loaded alone.
 """
 
 from __future__ import annotations
@@ -70,34 +71,34 @@ if TYPE_CHECKING:
     from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
-"""The sets of parts that are built together; `learning` and `sampling` are the halves of a training whose processes are separate."""
+"""The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
 MAKE = "groupwise.training.build:make_described"
 
 LARGE_ADAPTER = 512 << 20
-"""Default size in bytes of one publication: rank 64 on a model of 7 billion parameters."""
+"""Default size in bytes of one publication: that of a rank-64 adapter on a model of 7 billion parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closable:
-    """Parts that may be in other processes."""
+    """Parts that may be in other processes, which `close` ends."""
 
     ranks: Calls | None = None
     samplers: Started | None = None
-    """Processes that only sample; the ranks then only learn."""
+    """Processes that only sample, so that the ranks only learn; None if all do both."""
     divided: bool = False
-    """True if each rank has a part of the weights."""
+    """True if each rank has only a part of the weights."""
     hosted: Hosted | None = None
-    """The host in this process if there are no ranks and models could be added."""
+    """The parts in this process, if there are no ranks and further models could be added."""
     session: Session | None = None
-    """Session with the server that has the parts."""
+    """The session with the server that has the parts; None without `run.server`."""
     worker: WorkerProcess | None = None
-    """Worker that has the parts in its own environment."""
+    """The worker that has the parts in its own environment; None for other backends than tunix."""
     by_http: VllmSampler | None = None
-    """vLLM sampler whose servers hold adapters."""
+    """The vLLM sampler whose servers hold adapters; None for other samplers."""
 
     def close(self) -> None:
-        """End the other processes, if there are any."""
+        """End the other processes and connections, if any."""
         if self.ranks is not None:
             self.ranks.close()
         if self.samplers is not None:
@@ -110,8 +111,10 @@ class Closable:
             self.by_http.close()
 
     def peak_memory(self, device: str) -> int | None:
-        """Peak memory in bytes, as `groupwise.engine.models.probes.peak_memory`; with ranks an estimate for all processes, and None if the
-        system does not say what they share."""
+        """Peak memory in bytes, as measured by `groupwise.engine.models.probes.peak_memory`.
+
+        With ranks, an estimate over all processes; None if the system does not report how much memory they share.
+        """
         from groupwise.engine.models.probes import peak_memory
 
         if self.ranks is None:
@@ -127,18 +130,18 @@ class Closable:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Closable):
-    """The parts that the training loop drives."""
+    """The parts that the training loop uses."""
 
     sampler: Sampler
     learner: Learner
     stop_token_ids: tuple[int, ...]
     trained: Any = None
-    """The learner's `groupwise.engine.learner.weights.TrainedWeights`; None if ranks have them."""
+    """The learner's `groupwise.engine.learner.weights.TrainedWeights`; None if the ranks have them."""
 
     async def slopes(self, learning_rate: float) -> list[Slope]:
-        """How much of a step reaches the outputs of the adapter's layers; empty if all weights are trained, or divided."""
+        """How much of a step's change reaches the outputs of the adapter's layers; empty if all weights are trained, or divided."""
         if self.divided:
-            return []  # they are taken of whole layers
+            return []  # slopes are computed on undivided layers
         if self.ranks is not None:
             return await self.ranks.call(0, "slopes", learning_rate)
         from groupwise.engine.learner.gradient_flow import trained_slopes
@@ -148,7 +151,7 @@ class Parts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class BaseParts(Closable):
-    """A base in memory that is not trained yet, and a sampler of it as it is."""
+    """A base model in memory that is not trained, and a sampler of it."""
 
     sampler: Sampler
     stop_token_ids: tuple[int, ...]
@@ -156,7 +159,7 @@ class BaseParts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class ServingParts(Closable):
-    """The parts that an evaluation samples from."""
+    """The sampler of an evaluation."""
 
     sampler: Sampler
     stop_token_ids: tuple[int, ...]
@@ -164,14 +167,14 @@ class ServingParts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class LearningParts(Closable):
-    """The parts that a supervised run drives."""
+    """The learner of a supervised run."""
 
     learner: Learner
 
 
 @contextmanager
 def expected_ranks(config: AnyConfig) -> Generator[None]:
-    """Like `expect_ranks`; ranks that were not needed end with the context."""
+    """Like `expect_ranks`, as a context: ranks that were not needed end with it."""
     expect_ranks(config)
     try:
         yield
@@ -180,10 +183,10 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 
 def expect_ranks(config: AnyConfig) -> None:
-    """Start the zygote if the config will probably have ranks, so that its imports take no time later; or import Unsloth, which must
-    be imported before transformers.
+    """Start the zygote early if the config will probably need ranks, because its imports take seconds. For Unsloth, import it now, because
+    it must be imported before transformers.
 
-    This is a guess: on a GPU without its driver's file a zygote may be started that the run does not need.
+    This is a guess: on a machine with a GPU but without its driver's file, a zygote may be started in vain.
     """
     library.import_first(config.model)
     torch_alone = config.run.server is None and config.model.backend == "transformers"
@@ -194,9 +197,9 @@ def expect_ranks(config: AnyConfig) -> None:
 
 
 def be_launched(config: AnyConfig) -> None:
-    """Become a rank, and never return, if torchrun has started this process as another rank than the first.
+    """If torchrun started this process as a rank other than the first, become that rank and never return.
 
-    The process of the first rank runs the whole program, and calls the others. Raises UsageError if their number is not the config's.
+    The process of the first rank runs the whole program and calls the others. Raises UsageError if their number differs from the config's.
     """
     place = read_launch()
     refuse_other_number(place, config.distributed.learners)
@@ -207,9 +210,9 @@ def be_launched(config: AnyConfig) -> None:
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
-    """Load the model once and build sampler and learner over it."""
+    """Load the model once and build sampler and learner with it."""
     if layout.samplers:
-        # One half after the other.
+        # Build the halves one after the other.
         learners, samplers, orders = _halves(config, layout, run, publish_folder)
         try:
             for half, order in zip((learners, samplers), orders, strict=True):
@@ -226,15 +229,16 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
 async def start_training(
     config: RunConfig, layout: Layout, run: str, publish_folder: Path
 ) -> Parts:
-    """Like `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them. With `run.server`, that server
-    builds the parts."""
+    """Like `training_parts`, but async: the event loop continues while ranks start, and cancelling ends them. With `run.server`, the server
+    builds the parts.
+    """
     if config.run.server is not None:
         found = await _by_server("training", config, layout, run, publish_folder)
         return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
     if config.model.backend == "tunix":
         return await _by_tunix(config, layout, run, publish_folder)
     if layout.samplers:
-        # Learners and samplers start at the same time.
+        # Learners and samplers start concurrently.
         learners, samplers, orders = _halves(config, layout, run, publish_folder)
         try:
             await gather_all(
@@ -247,7 +251,7 @@ async def start_training(
             raise
     made = await _build("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(made, Calls) and config.sampler.engine == "vllm":
-        # The ranks only learn; the first one checks what the servers answer.
+        # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _vllm_sampler(
                 config, layout, RankWitness(made), prefork.load_tokenizer(config.model)
@@ -262,7 +266,7 @@ async def start_training(
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
-    """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
+    """Load the model and build the learner of a run that samples nothing. `folder` is for publications, which such a run does not make."""
     made = _build_now("supervised", config, layout, run=run, folder=str(folder))
     return _supervised_parts(made, layout)
 
@@ -270,7 +274,7 @@ def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) 
 async def start_supervised(
     config: SftConfig, layout: Layout, run: str, folder: Path
 ) -> LearningParts:
-    """Like `supervised_parts`, for an event loop; see `start_training`."""
+    """Like `supervised_parts`, but async; see `start_training`."""
     if config.run.server is not None:
         found = await _by_server("supervised", config, layout, run, folder)
         return LearningParts(found.learner, session=found.session)
@@ -279,7 +283,7 @@ async def start_supervised(
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
-    """A sampler of the adapter or full weights in `weights`; without, `serving_label` says what it serves. See `start_training`."""
+    """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
     if config.run.server is not None:
         found = await _by_server("serving", config, layout, "served", Path(), weights)
         return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
@@ -287,7 +291,8 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
         found = await _by_tunix(config, layout, "served", Path(), weights)
         return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
     folder = None if weights is None else str(weights)
-    if config.sampler.engine == "vllm":  # one model is enough to check what servers answer
+    # One model is enough to check the servers' log-probabilities.
+    if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
     made = await _build("serving", config, layout, weights=folder)
     if isinstance(made, Calls):
@@ -300,7 +305,7 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
 
 
 async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
-    """A base for models that are added later, and a sampler of it as it is. See `start_training`."""
+    """Load a base model to which models are added later, with a sampler of the base itself. See `start_training`."""
     if config.model.adapter is not None:
         raise ConfigError(
             f"model.adapter is {config.model.adapter!r}, but a base has none: it is loaded as it is, and each model that is added "
@@ -315,9 +320,9 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
 
 
 def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
-    """Build the host that adds at most `most` models over the base of these parts, and ends with them.
+    """Build the host that can add up to `most` models over the base of these parts; it ends with them.
 
-    Of a training its own model, called `run`, is one. To be made once for the same parts.
+    In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
     """
     hosts: list[Host]
     if parts.ranks is not None:
@@ -372,7 +377,7 @@ def _http_sampler(sampler: Sampler) -> VllmSampler | None:
 
 
 async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path | None) -> None:
-    """Load the evaluated policy into the servers."""
+    """Load the policy to evaluate into the vLLM servers."""
     from groupwise.engine.models.adapters import adapter_folder
     from groupwise.engine.models.lora import CONFIG
 
@@ -385,7 +390,7 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
             raise UsageError(
                 f"{folder} holds no adapter, but servers of sampler.url take adapters alone. Leave sampler.engine out to evaluate it."
             )
-        found = sampler.fingerprint()  # of what was read from it
+        found = sampler.fingerprint()  # that of the adapter which was read from the folder
         await sampler.load(Policy("served", 0, found, "adapter", str(folder.resolve())))
     except BaseException:
         sampler.close()
@@ -438,7 +443,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
 
 
 def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
-    """The server, not started yet. `rank` is that of the adapters. Raises UsageError if there are too few GPUs for it."""
+    """The vLLM server, not started yet; `rank` is the adapters' LoRA rank. Raises UsageError if there are too few GPUs."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
     from groupwise.engine.sampler.vllm import own
@@ -479,7 +484,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
     )
 
 
-# --- made by a server -----------------------------------------------------------------------------
+# --- built by a training server --------------------------------------------------------------------
 
 
 async def _by_server(
@@ -490,7 +495,7 @@ async def _by_server(
     folder: Path,
     weights: Path | None = None,
 ) -> RemoteParts:
-    """The parts on `run.server`, in the layout that it has planned. Weights that are files here are sent."""
+    """Build the parts on `run.server`, in the layout that it has planned. Local weight files are sent to it."""
     from groupwise.engine.backends.remote.parts import start
 
     assert config.run.server is not None
@@ -538,13 +543,13 @@ def _remote_spec(
     )
 
 
-# --- made by a worker in Tunix's environment ------------------------------------------------------
+# --- built by a worker in Tunix's environment -----------------------------------------------------
 
 
 async def _by_tunix(
     config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None = None
 ) -> Parts:
-    """A worker with the model and an adapter: a new one, or that of the config, or the one in `weights`, which is served."""
+    """Start a worker with the model and an adapter: the one in `weights`, that of the config, or a new one."""
     from groupwise.engine.backends.tunix.parts import start
     from groupwise.engine.models.load import described_stop_token_ids
 
@@ -593,7 +598,7 @@ def _tunix_order(
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise `UsageError` for a model, a mesh or adapted layers that the backend does not have, before any weight is read."""
+    """Raise `UsageError` for a model, mesh or adapted layers that the backend does not support, before any weights are read."""
     if config.model.backend != "tunix":
         return
     from groupwise.engine.backends.tunix.environment import mesh_of
@@ -605,7 +610,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
-    """Peft's config of the adapter that a run begins with, and the layers of the model that have one."""
+    """Peft's config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
         hollow_adapter,
@@ -621,7 +626,7 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
 
 
 def _refuse_tunix(config: AnyConfig) -> None:
-    """Raises UsageError for the backend tunix: parts made here compute with torch."""
+    """Raise UsageError for the backend tunix, because these parts compute with torch."""
     if config.model.backend == "tunix":
         raise UsageError(
             "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "
@@ -629,7 +634,7 @@ def _refuse_tunix(config: AnyConfig) -> None:
         )
 
 
-# --- made here, or once in the zygote of ranks ----------------------------------------------------
+# --- built here, or once in the zygote of ranks ---------------------------------------------------
 
 
 def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
@@ -660,8 +665,7 @@ async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> 
 
 
 def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
-    """Start processes that have a model each: samplers if the parts only sample, else learners. The zygote is ended, because it is not
-    needed any more."""
+    """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
     prefork.give_up()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
@@ -675,7 +679,7 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
 
 
 def _first_gpu(layout: Layout) -> int:
-    """Index of the first sampler's GPU: the GPUs before it belong to this machine's learners."""
+    """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
     place = read_launch()
     return layout.learners if place is None else place.local_count
 
@@ -683,7 +687,7 @@ def _first_gpu(layout: Layout) -> int:
 def _halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
 ) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
-    """Learners, samplers, and what each is to build. Closing the learners also closes the samplers."""
+    """Learners, samplers, and the description of the parts of each. Closing the learners also closes the samplers."""
     learners = _start_processes("learning", config, layout)
     samplers = _start_processes("sampling", config, layout)
     learners.take_along(samplers)
@@ -713,7 +717,7 @@ def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
 
 
 def _description(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
-    """Arguments of `make_described`, expressible as JSON."""
+    """Arguments of `make_described` as plain JSON."""
     plain = config.model_dump(mode="json")
     return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
 
@@ -721,7 +725,7 @@ def _description(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> 
 def make_described(
     kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
 ) -> Hosted:
-    """The factory that a zygote calls."""
+    """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
 
     read = load_sft_config if kind == "supervised" else load_config
@@ -736,7 +740,7 @@ def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
 
 
 def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
-    """Sampler and learner in this process, which may be a zygote: it has one thread as long as there are ranks to come."""
+    """Build sampler and learner in this process. It may be the zygote, which must have only one thread until it has forked the ranks."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model, stop_token_ids
@@ -752,7 +756,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     if config.lora:
         trained = _trained_adapter(config, model)
         served = ServedAdapter(trained.adapted)
-    else:  # the sampler has another copy of all weights
+    else:  # the sampler needs its own copy of all weights
         served = ServedModel(load_model(config.model, layout.dtype, layout.device))
         trained = _trained_model(config, layout, model)
     replicas = _replicas(layout, trained)
@@ -768,7 +772,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         witness=_witness(served) if by_servers else None,
         bench=_adapter_host(config, layout, trained.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
-        else None,  # models can be added over the base of an adapter's training
+        else None,  # further models can be added to the base of an adapter's training
     )
 
 
@@ -779,7 +783,7 @@ def _witness(served: Any) -> Any:
 
 
 def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
-    """A learner without a sampler."""
+    """Build a learner without a sampler."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model
@@ -796,7 +800,7 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
 
 
 def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
-    """A sampler without a learner, of the weights that another process will publish."""
+    """Build a sampler without a learner, for weights that another process will publish."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.adapters import check_adapter, starting_config
     from groupwise.engine.models.load import load_model, stop_token_ids
@@ -845,7 +849,7 @@ def _learner(
 
 
 def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
-    """Engine that computes a learner's rows; None: the learner chooses."""
+    """The engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
     from groupwise.engine.backends.unsloth.model import UnslothEngine
@@ -854,7 +858,7 @@ def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
 
 
 def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
-    """The model, as the backend loads it."""
+    """Load the model in the way of the backend."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.library import load
 
@@ -865,12 +869,12 @@ def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
 
 
 def _divide_on(layout: Layout) -> str | None:
-    """Device for a learner's part of the weights; None if it has all of them."""
+    """Device of a learner's part of the weights; None if it has all weights."""
     return layout.device if layout.parts > 1 else None
 
 
 def _whole_on(layout: Layout) -> str:
-    """Device on which a learner reads a whole model: the CPU if a GPU may be too small for it."""
+    """Device on which a learner reads the whole model; the CPU if the weights are divided, because one GPU may be too small."""
     return layout.device if layout.parts == 1 else "cpu"
 
 
@@ -893,7 +897,7 @@ def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> 
 
 
 def _prepare_process(layout: Layout) -> None:
-    """Set threads. With several processes this one is the zygote: threads would be lost in a fork, so it has only one."""
+    """Set the number of threads. With several processes, this one is the zygote, which keeps one thread: forks lose all others."""
     from groupwise.engine.models.machine import prepare_process, set_threads
 
     if layout.sharing == 1:
@@ -903,7 +907,7 @@ def _prepare_process(layout: Layout) -> None:
 
 
 def _replicas(layout: Layout, trained: Any) -> Any:
-    """Build the link between the learners of all processes; None if only one process learns."""
+    """The link that combines the gradients of all learners; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
     from groupwise.engine.learner.fsdp import Divided
     from groupwise.engine.learner.replicas import Replicas
@@ -966,7 +970,7 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
 
 
 def _make_base(config: RunConfig, layout: Layout) -> Hosted:
-    """The base with a sampler, which orders the weights for decoding before there are ranks, for all later models."""
+    """Build the base with a sampler. It arranges the weights for decoding before ranks are forked, for all later models."""
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.models.config import LoraConfig
     from groupwise.engine.models.load import load_model, stop_token_ids
@@ -994,7 +998,7 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
 
 
 def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
-    """Build the host that makes models over this base later."""
+    """Build the host that later creates models over this base."""
     from groupwise.engine.distributed.worker_state import AdapterHost
 
     def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
@@ -1037,23 +1041,23 @@ _MAKERS: dict[Kind, Callable[..., Hosted]] = {
 
 
 def serving_label(config: RunConfig) -> str:
-    """The name in results for the policy that a run would start from."""
+    """Name of the initial policy in results."""
     return "base" if config.model.adapter is None else "base+adapter"
 
 
 def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
-    """Claim the folder where a run publishes its weights, empty; `size` is that of one publication in bytes."""
+    """Claim an empty folder for the run's published weights; `size` is that of one publication in bytes."""
     return publications.claim(run_folder, size)
 
 
 def publication_bytes(config: RunConfig) -> int:
-    """Bytes of the trained weights in float32, times the number of publications that a lag keeps."""
+    """Bytes of the trained weights in float32, times the number of publications that the lag requires to be kept."""
     trained = prefork.trained_parameters(config.model, config.lora)
     return 4 * trained * (1 + config.training.max_off_policy_steps)
 
 
 def remove_publications(folder: Path) -> None:
-    """Delete what a run published, and give the folder up."""
+    """Delete the run's publications and release the folder."""
     publications.release(folder)
 
 
@@ -1078,7 +1082,7 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
 
 def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
-    """The model, ready for adapters; `shape` is peft's config for those without a config of their own."""
+    """The model, prepared for adapters; `shape` is peft's config of adapters without their own."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.model import UnslothModel
 
@@ -1090,7 +1094,7 @@ def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
 
 
 def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedModel:
-    """All weights, with a frozen copy if the algorithm needs one."""
+    """The trained full weights, with a frozen copy as reference if the KL coefficient is above 0."""
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.load import load_model
 
@@ -1100,7 +1104,7 @@ def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedMode
 
 
 def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:
-    """Raise ConfigError for `sampler.stop_token_ids` that the tokenizer does not have."""
+    """Raise ConfigError if `sampler.stop_token_ids` has ids that the tokenizer does not have."""
     unknown = [token for token in config.sampler.stop_token_ids if token >= len(tokenizer)]
     if unknown:
         raise ConfigError(

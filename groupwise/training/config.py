@@ -1,9 +1,8 @@
-"""The config of a run: the sections of all rooms in one model, and how one is loaded.
+"""The config of a run: one model of all sections, and how it is loaded.
 
-`load_config` reads a YAML file (or a mapping, or a `RunConfig`), lays overrides over it and validates the whole. The same
-file serves training and evaluation. The knobs of the algorithms are not repeated here: their sections are made from the
-registered dataclasses, so that a new algorithm needs no new config. The `task` section belongs to the task;
-`with_task_schema` validates it where the task has a schema of its own.
+`load_config` reads a YAML file (or a mapping, or a `RunConfig`), applies overrides and validates the whole. The same file serves
+training and evaluation. The knobs of the algorithms are not repeated here: their sections are made from the registered dataclasses, so
+a new algorithm needs no new config. The `task` section belongs to the task; `with_task_schema` validates it if the task has a schema.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from groupwise.tasks.rollouts.config import RolloutConfig
 from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_rl
 
 DEFAULT_ALGORITHM = "dr_grpo"
-"""Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
+"""Its centred advantages have no difficulty bias and stay bounded if a group's rewards hardly differ."""
 
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ else:
 
 
 _DEFAULTS_FROM = ("type", "preset", "adaptive_kl")
-"""Keys of `algorithm` that say what its knobs are where they are not given."""
+"""Keys of `algorithm` that decide the defaults of its knobs."""
 
 
 class AlgorithmConfig(Strict):
@@ -97,7 +96,7 @@ class AlgorithmConfig(Strict):
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """All knobs by name, as `groupwise.algorithms.registry.make` takes them."""
+        """All knobs by name, in the form that `groupwise.algorithms.registry.make` accepts."""
         return self.model_dump(exclude={"type", "preset", "adaptive_kl"})
 
     @model_validator(mode="before")
@@ -113,7 +112,7 @@ class AlgorithmConfig(Strict):
         return filled | values
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A preset of another algorithm, knobs that clash, and knobs without effect."""
+        """Report a preset of another algorithm, knobs that conflict, and knobs without effect."""
         preset = PRESETS[self.preset] if self.preset else None
         if preset and preset.algorithm != self.type:
             yield Conflict(
@@ -144,7 +143,7 @@ class AlgorithmConfig(Strict):
 
 
 def _preset_of(given: Any) -> Preset | None:
-    """The preset that a section names; None if it names none, or one that does not exist."""
+    """The preset that a section names; None if it names none, or an unknown one."""
     if not isinstance(given, Mapping):
         return None
     name = cast("Mapping[str, Any]", given).get("preset")
@@ -260,7 +259,7 @@ class EvalConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys without effect on greedy answers, and a k of more samples than there are."""
+        """Report keys without effect on greedy answers, and a k of pass@k above the number of samples."""
         if self.temperature == 0:
             yield from self._conflicts_with_greedy_answers()
         most = max(self.pass_at_k or (1,))
@@ -295,14 +294,14 @@ class EvalConfig(Strict):
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """The k of pass@k, in order."""
+        """The k of pass@k in ascending order; by default, the powers of 2 up to the number of samples."""
         if self.pass_at_k is not None:
             return tuple(sorted(set(self.pass_at_k)))
         return tuple(2**power for power in range(self.samples_per_prompt.bit_length()))
 
 
 def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
-    """Refuse entries that name no callback. Their code is loaded later, when a run is prepared."""
+    """Refuse entries that name no callback. The callbacks' code is loaded later, when a run is prepared."""
     refuse(
         f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
         "and parameters."
@@ -313,7 +312,7 @@ def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[s
 
 
 def _name_of(entry: object) -> str | None:
-    """The name in an entry of `callbacks`; None if there is no text."""
+    """The name in an entry of `callbacks`; None if it is no text."""
     if isinstance(entry, Mapping):
         entry = cast("Mapping[str, Any]", entry).get("name")
     return entry if isinstance(entry, str) and entry else None
@@ -373,7 +372,7 @@ class RunConfig(Strict):
         return foreign_to_rl()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Settings of one section that do not go with another one."""
+        """Report settings of one section that conflict with another section."""
         yield from self._comparison_conflicts()
         if self.rollout.type == "two_stage":
             yield from self._two_stage_conflicts()
@@ -449,7 +448,7 @@ class RunConfig(Strict):
 
     def _comparison_conflicts(self) -> Iterator[Conflict]:
         knobs = self.algorithm.knobs
-        # Only the keys that decide about it: a clash of others is reported separately.
+        # Use only the keys that decide this; conflicts of other keys are reported separately.
         deciding = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
         algorithm = ALGORITHMS[self.algorithm.type](**deciding)
         if self.training.num_generations == 1 and algorithm.compares_members:
@@ -507,18 +506,18 @@ class Dumped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A validated config and where it came from."""
+    """A validated config and its origin."""
 
     config: RunConfig
     name_stem: str
-    """Name of the config file without its ending, fit to name a run; `run` if there was no file."""
+    """Name of the config file without its suffix, usable as a run's name; `run` if there was no file."""
     path: Path | None
     tree: Tree
-    """The config as written, with line numbers: for messages about the `task` section."""
+    """The config as written, with line numbers for messages about the `task` section."""
 
     @property
     def run_name(self) -> str:
-        """`run.name`, or the stem."""
+        """`run.name`, or the name of the config file if that is not set."""
         return self.config.run.name or self.name_stem
 
 
@@ -531,14 +530,14 @@ def load_config(
     *,
     to_train: bool = False,
 ) -> LoadedConfig:
-    """Read, override and validate. Raises ConfigError with every problem, one in each line.
+    """Read the config, apply the overrides, and validate. Raises ConfigError with every problem, one per line.
 
-    `to_train`: whether the names of `callbacks` must exist, which only a training loads.
+    `to_train`: also check the names of `callbacks`, which only training loads.
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
-    # Unless the config says otherwise, correct by importance sampling for completions of earlier
-    # policies, and of engines that round differently from the learner.
+    # By default, correct by importance sampling if completions come from earlier policies or from
+    # engines that round differently from the learner.
     training = tree.value(("training",))
     late = (
         isinstance(training, dict)
@@ -569,7 +568,7 @@ def load_config(
 
 
 def unknown_callbacks(tree: Tree) -> list[str]:
-    """A problem for each entry of `callbacks` that names nothing, as far as that shows without running code."""
+    """A problem for each entry of `callbacks` with an unknown name. Runs no code, so it may miss some."""
     entries: Any = tree.value(("callbacks",))
     given = cast("list[object]", entries) if isinstance(entries, list) else []
     if not given:
@@ -588,7 +587,7 @@ def unknown_callbacks(tree: Tree) -> list[str]:
 
 
 def _take_label_from_environment(tree: Tree) -> None:
-    """The default of a router that has none; it is stored with the run, so that a resume has the same."""
+    """Store the default label from the environment in the config, so that a resume has the same one."""
     rewards = tree.values.get("rewards")
     label = os.environ.get(DEFAULT_TASK_VARIABLE)
     if not label or not isinstance(rewards, dict):
@@ -610,13 +609,13 @@ def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tre
 
 
 def stem_of(path: Path | None) -> str:
-    """The name of a config file without its ending, fit to name a run."""
+    """The name of a config file without its suffix, usable as a run's name."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem if path else "run").lstrip("._-")
     return stem or "run"
 
 
 def with_task_schema(loaded: Loaded, schema: type[BaseModel] | None) -> Loaded:
-    """The config with its `task` section validated by `schema` and filled with the schema's defaults; as it is without a schema.
+    """The config with its `task` section validated by `schema` and filled with its defaults; unchanged without a schema.
 
     Raises ConfigError like `load_config`, each problem under `task.`.
     """
@@ -628,12 +627,12 @@ def with_task_schema(loaded: Loaded, schema: type[BaseModel] | None) -> Loaded:
 
 
 def resolved(config: Dumped) -> dict[str, Any]:
-    """Every key with its value, as JSON knows it; `load_config` of it gives an equal config."""
+    """Every key with its value as JSON types; `load_config` of the result gives an equal config."""
     return config.model_dump(mode="json")
 
 
 def view(config: RunConfig) -> View:
-    """The read-only form that the hooks of a task receive."""
+    """The config in the read-only form that a task's hooks receive."""
     return View(resolved(config))
 
 
@@ -643,12 +642,12 @@ def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> str:
-    """`docs/schemas/rl.json`, for editors that check and complete YAML."""
+    """The content of `docs/schemas/rl.json`, by which editors check and complete YAML."""
     return json.dumps(model.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def documentation() -> str:
-    """`docs/configuration.md`."""
+    """The content of `docs/configuration.md`."""
     return _PAGE.format(table=document(RunConfig))
 
 

@@ -1,7 +1,7 @@
-"""Keys of TRL, verl, OpenRLHF and vLLM, with their equivalents here, for messages about unknown keys.
+"""Keys of TRL, verl, OpenRLHF and vLLM with their equivalents here, for messages about unknown keys.
 
-An unknown key is looked up here before any near name is suggested; a name that ends in `*` matches by its beginning. The advice stands
-in foreign_keys.toml.
+An unknown key is looked up here before a similar name is suggested. A name that ends in `*` matches as a prefix. The advice is stored in
+foreign_keys.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOREIGN_VALUES: dict[tuple[str, str], str] = {
     ("dtype", "'float16'"): "Half precision is bfloat16 here, which needs no loss scaling",
     ("dtype", "'bf16'"): "Write bfloat16",
 }
-"""Values that people write elsewhere, by key and how Python writes them, and what they are here."""
+"""Values that other frameworks use, by key and Python repr, with advice on their equivalents here."""
 
 _ONLY_IN_RL = (
     *("sampler.", "algorithm", "rewards.", "rollout.", "the reward "),
@@ -27,7 +27,7 @@ _ONLY_IN_RL = (
     *("training.num_generations", "training.prompts_per_step", "training.num_iterations"),
     "training.max_off_policy_steps",
 )
-"""Words in an advice about things that a supervised run does not have."""
+"""Texts in an advice that refer to things which a supervised run does not have."""
 _KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold", "eval_on_start")
 _USE_RL = (
     "it belongs to `groupwise rl`, which has a config of its own; `groupwise sft` samples nothing"
@@ -45,13 +45,13 @@ def _tables() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def foreign_to_rl() -> Mapping[str, str]:
-    """Advice on keys in a config of `groupwise rl`."""
+    """Advice on foreign keys in a config of `groupwise rl`."""
     return _tables()[0]
 
 
 @cache
 def foreign_to_sft() -> Mapping[str, str]:
-    """Advice on keys in a config of `groupwise sft`: that of RL as far as it holds there, and its own."""
+    """Advice on foreign keys in a config of `groupwise sft`: that for RL as far as it applies, and its own."""
     rl, sft = _tables()
     shared = {
         name: _USE_RL if any(part in advice for part in _ONLY_IN_RL) else advice

@@ -1,6 +1,7 @@
-"""Decides how a run's work is laid out on this machine: device, number format, processes, threads, and slots.
+"""Decides how a run's work is laid out on this machine: device, number format, processes, threads and slots.
 
-The config's settings are kept; the rest suits the machine. A run's layout is decided once, at its start, and recorded.
+The config's settings are kept; everything else is chosen to suit the machine. The layout is decided once, at the start of a run, and
+recorded.
 """
 
 from __future__ import annotations
@@ -23,41 +24,41 @@ from groupwise.training.sft_config import SftConfig
 AnyConfig = RunConfig | SftConfig
 
 KEY_BLOCK = 64
-"""Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
+"""Key lengths are rounded up to a multiple of this many tokens, so that similar configs decode with the same shapes."""
 MAX_SLOTS = 64
 MIN_SLOTS = 8
 SLOT_BLOCK = 8
-"""The slots of a GPU are a multiple of this: it computes all of them at once."""
+"""The number of slots of a GPU is a multiple of this; a GPU computes all slots at once."""
 MAX_GPU_SLOTS = 256
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
 MIN_EXAMPLES = 2
-"""Fewest examples of a supervised step per process, if the machine chooses the number of processes."""
+"""Smallest number of examples of a supervised step per process, if the number of processes is chosen automatically."""
 SMALL_MODEL = 20_000_000
-"""Parameters below which one process is chosen: a step takes a fraction of a second, and starting ranks takes several."""
+"""Models with fewer parameters get one process: a step takes a fraction of a second, but starting ranks takes several."""
 MAX_PROCESSES = 16
-"""Chosen at most, because each has activations, gradients and moments of its own. A config may say more."""
+"""Largest automatically chosen number, because each process has its own activations, gradients and moments. A config may set more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a run's work on this machine: decided once at its start, and recorded."""
+    """The layout of a run's work on this machine, decided once at its start and recorded."""
 
     device: str
     dtype: Dtype
     threads: int
-    """Total over all processes that compute."""
+    """Total number of computing threads in all processes."""
     slots: int
-    """Number per sampling process."""
+    """Number of concurrent completions per sampling process."""
     key_length: int
     max_tokens_per_microbatch: int
     """Limit per learning process."""
     processor: str = ""
-    """Name of the processor and the instruction set that torch uses there: others round differently."""
+    """Name of the processor and of the instruction set that torch uses on it; others round differently."""
     torch: str = ""
-    """Its version; with that of Unsloth where it computes, and of the backend tunix those of JAX and Tunix."""
+    """Version of torch, with that of Unsloth if it computes; for the backend tunix, the versions of JAX and Tunix."""
     processes: int = 1
-    """Ranks that sample, learn, or do both; with 1 there are none, and this process does."""
+    """Number of ranks that sample, learn, or do both. With 1, there are no ranks, and this process does the work."""
     learners: int = 1
     """Number of processes that learn. If more than 1, each process has its own model instead of sharing one."""
     samplers: int = 0
@@ -72,12 +73,12 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Processes that share one model."""
+        """Number of processes that share one model."""
         return 1 if self.apart else self.processes
 
     @property
     def learning(self) -> int:
-        """Processes that learn."""
+        """Number of processes that learn."""
         return self.learners if self.apart else self.processes
 
     @property
@@ -87,7 +88,7 @@ class Layout:
 
     @property
     def sampling(self) -> int:
-        """Processes that sample."""
+        """Number of processes that sample."""
         return self.samplers or self.processes
 
     @property
@@ -97,24 +98,24 @@ class Layout:
 
     @property
     def all_threads(self) -> int:
-        """Total computing threads of all processes: `threads`, as far as they can be divided."""
+        """Total number of computing threads: `threads`, rounded down to a multiple of the processes."""
         return self.threads_each * self.processes
 
     @property
     def all_slots(self) -> int:
-        """Total over all sampling processes."""
+        """Total number of slots in all sampling processes."""
         return self.slots * self.sampling
 
 
 def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A layout as it was recorded, also before there could be several processes."""
+    """A recorded layout, with defaults for the fields that earlier versions did not record."""
     return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **recorded}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
-    """Choose what suits this machine, or that of `run.server`, for everything that the config leaves open.
+    """Choose the layout for this machine, or for that of `run.server`, keeping everything that the config sets.
 
-    Raises ConfigError for processes that it cannot have, UsageError for a server that does not answer or refuses.
+    Raises ConfigError if the machine cannot have the configured processes, UsageError if the server does not respond or refuses.
     """
     if config.run.server is not None:
         return _of_server(config.run.server, "training", config, longest_prompt)
@@ -124,7 +125,7 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
 
 
 def _slots(config: RunConfig, layout: Layout) -> int:
-    """Enough for the rollouts of a step, as far as they pay and there is memory."""
+    """Enough slots for the rollouts of a step, limited by memory and by the number beyond which more slots do not pay."""
     rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
@@ -150,7 +151,7 @@ def _of_server(
 
 
 def layout_told(facts: Mapping[str, Any]) -> Layout:
-    """The layout from a server's answer. Raises UsageError if its version has other fields."""
+    """The layout in a server's response. Raises UsageError if the server's version has other fields."""
     try:
         return Layout(**facts)
     except TypeError:
@@ -161,7 +162,7 @@ def layout_told(facts: Mapping[str, Any]) -> Layout:
 
 
 def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
-    """A warning if more threads compute on this machine than it has cores."""
+    """A warning if more threads compute on this machine than it has cores; None otherwise."""
     cores = _cores()
     if elsewhere or layout.all_threads <= cores:
         return None
@@ -173,13 +174,13 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
 
 
 def _cores() -> int:
-    """Cores of all machines, which are assumed to be alike."""
+    """Number of cores of all machines, which are assumed to be alike."""
     place = read_launch()
     return available_cores() * (place.machines if place is not None else 1)
 
 
 def _of_tunix(config: RunConfig) -> Layout:
-    """Layout of a worker in its own environment, on all devices that JAX sees or as many as the mesh has."""
+    """The layout of a worker in Tunix's environment, on all devices that JAX sees or as many as the mesh has."""
     from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
 
     found = look()
@@ -234,7 +235,7 @@ def _layout(config: AnyConfig) -> Layout:
 
 
 def refuse_on_server(config: AnyConfig) -> None:
-    """Raises UsageError for several learners, for samplers and for Unsloth, which a shared training server does not offer."""
+    """Raise UsageError for several learners, samplers or Unsloth, which a shared training server does not offer."""
     if config.model.backend == "unsloth":
         raise UsageError(
             "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
@@ -252,7 +253,7 @@ def refuse_on_server(config: AnyConfig) -> None:
 
 
 def samplers_of(config: AnyConfig) -> int:
-    """Processes that only sample; a supervised run has none."""
+    """Number of processes that only sample; 0 for a supervised run."""
     return config.distributed.samplers if isinstance(config, RunConfig) else 0
 
 
@@ -274,9 +275,9 @@ def _processes(config: AnyConfig, device: str) -> int:
 
 
 def most_processes(config: AnyConfig) -> int:
-    """Processes asked for, or that suit as far as the config alone can tell: one per busy thread. Unsloth has one.
+    """The configured number of processes, or a suitable one as far as the config alone shows: one per busy thread.
 
-    Full fine-tuning has one, because each would have a copy of all weights.
+    Unsloth has one process. Full fine-tuning has one, because each process would need a copy of all weights.
     """
     if config.run.processes is not None:
         return config.run.processes
@@ -294,6 +295,6 @@ def most_processes(config: AnyConfig) -> int:
 
 
 def key_length(config: RunConfig, longest_prompt: int) -> int:
-    """Most tokens that the sampler can see, prompt included, rounded up to `KEY_BLOCK`."""
+    """Largest number of tokens that the sampler can see, including the prompt, rounded up to `KEY_BLOCK`."""
     needed = longest_prompt + longest_completion(config)
     return -(-needed // KEY_BLOCK) * KEY_BLOCK

@@ -1,7 +1,7 @@
-"""Builds a task's rollouts and scorer as the config says: in this process, or in worker processes.
+"""Builds a task's rollouts and scorer for a config: in this process, or in worker processes.
 
-`build_rollouts` makes the rollouts, `build_scorer` scores them; `scorer_for_worker` and `environments_for_worker` build the same in a
-worker, where they are called by name. Nothing here needs a model; the caller provides the tokenizer.
+`build_rollouts` builds the object that samples rollouts, `build_scorer` the one that scores them. `scorer_for_worker` and
+`environments_for_worker` are the factories that workers call by name. Nothing here needs a model; the caller provides the tokenizer.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
 
 
 def task_of(config: RunConfig, source: object | None) -> Task:
-    """The task that a command was given, or without one that of its config, with the rewards that the config names."""
+    """The task of a command, or the one in the config if `source` is None, with the rewards that the config names."""
     return rewarded(config, find_task(source, view(config)))
 
 
 def rewarded(config: RunConfig, task: Task) -> Task:
-    """The task with the rewards that the config names, where it does, instead of its own.
+    """The task with the config's rewards instead of its own, if the config names any.
 
-    Beside a router without `default_task` its own stay those of the rows that have no label.
+    With a router without `default_task`, the task's own rewards remain for rows without a label.
     """
     if not config.rewards.names_rewards or isinstance(task, ConfiguredTask):
         return task
@@ -60,7 +60,7 @@ def rewarded(config: RunConfig, task: Task) -> Task:
 
 
 def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
-    """The task's rewards, or None if it has none. Call it once per process, because it may load a reward model."""
+    """The task's rewards, or None if it has none. Call this once per process, because it may load a reward model."""
     rubric = None
     if task.has("get_reward_funcs"):
         rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
@@ -78,7 +78,7 @@ def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
 
 
 def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedConfig:
-    """The config with the default label that its rubric has, so that a resume has the same, whatever the environment says then."""
+    """The config with its rubric's default label. A resume then has the same label even if the environment variable has changed."""
     rewards = loaded.config.rewards
     if not isinstance(rubric, Router) or rubric.default is None or rewards.default_task:
         return loaded
@@ -89,7 +89,7 @@ def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedCon
 
 
 def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
-    """True if rewards run in worker processes: they must be importable there, and keep no state."""
+    """True if rewards run in worker processes: the task must be importable there, and its rewards must keep no state."""
     stateful = rubric is not None and rubric.stateful
     return task.spec is not None and not config.rewards.in_process and not stateful
 
@@ -97,9 +97,9 @@ def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> b
 def build_scorer(
     config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric | None = None
 ) -> Scorer:
-    """Reward workers, or one thread here that calls `rubric`; see `scores_in_workers`.
+    """Build reward workers, or a scorer that calls `rubric` in a thread of this process; see `scores_in_workers`.
 
-    `rubric` is the task's, where the caller has made it already. A task without rewards can be asked for its metrics only.
+    `rubric` is the task's, if the caller has built it already. The scorer of a task without rewards only computes metrics.
     """
     rubric = rubric or task_rubric(config, task, tokenizer)
     if not scores_in_workers(config, task, rubric):
@@ -116,7 +116,7 @@ def build_scorer(
 
 
 def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
-    """The factory that reward workers call: the task's rewards and metrics, made afresh in the worker."""
+    """The factory that reward workers call: builds the task's rewards and metrics in the worker."""
     loaded = load_config(config).config
     found = task_of(loaded, task)
     tokenizer = LazyTokenizer(loaded)
@@ -135,9 +135,9 @@ def _metrics_of(config: RunConfig, task: Task, tokenizer: Any) -> Any:
 def check_rollouts(
     config: RunConfig, task: Task, examples: Sequence[Example]
 ) -> tuple[Schema, ...]:
-    """Raise TaskError where task and `rollout.type` do not go together, or an example lacks what its environment asks for.
+    """Raise TaskError if task and `rollout.type` do not match, or if an example lacks columns that its environment needs.
 
-    Returns the tools that the prompts of chats describe.
+    Returns the schemas of the tools that are described in chat prompts.
     """
     if config.rollout.type != "environment":
         if task.has("get_environment"):
@@ -166,7 +166,7 @@ def check_rollouts(
 def build_rollouts(
     config: RunConfig, task: Task, tokenizer: Any, room: int | None = None
 ) -> RolloutKind:
-    """Build the maker of rollouts. `room` is the sampler's key length, which an environment's own prompts must not exceed."""
+    """Build the object that samples rollouts. `room` is the sampler's key length, which an environment's prompts must not exceed."""
     if config.rollout.type == "single":
         return Single(lambda ids: completion_text(tokenizer, ids))
     if config.rollout.type == "two_stage":
@@ -192,13 +192,13 @@ def build_rollouts(
 
 
 def longest_completion(config: RunConfig) -> int:
-    """Most tokens that may follow a prompt in training or evaluation: of a rollout, whatever it consists of."""
+    """Largest number of tokens that may follow a prompt in training or evaluation, for the configured type of rollout."""
     one = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
     return config.rollout.longest(one)
 
 
 def longest_written(config: RunConfig) -> int:
-    """Most tokens that the policy may write in one rollout of training: what algorithms take as the longest completion."""
+    """Largest number of tokens that the policy may write in one rollout of training; algorithms take it as the longest completion."""
     return config.rollout.longest_written(config.sampler.max_completion_length)
 
 
@@ -209,7 +209,7 @@ async def first_prompts(
     examples: Sequence[Example],
     room: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """The policy's first prompts for these examples, as tokens: with tools, and as their environments begin.
+    """The policy's first prompts for these examples, as tokens: with tools, and with the environment's opening.
 
     `room` is as in `build_rollouts`. Raises TaskError if an environment gives no first prompt.
     """
@@ -234,7 +234,7 @@ async def first_prompts(
 
 
 def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:
-    """The factory that environment workers call: the task's environments, made afresh in the worker."""
+    """The factory that environment workers call: builds the task's environments in the worker."""
     loaded = load_config(config).config
     return Sessions(task_of(loaded, task).environment(view(loaded)))
 
@@ -244,11 +244,11 @@ def _hosts_in_workers(config: RunConfig, task: Task) -> bool:
 
 
 class LazyTokenizer:
-    """The model's tokenizer, loaded when a task first uses it: most rewards never ask.
+    """The model's tokenizer, loaded when a task first uses it; most rewards never do.
 
-    Until then a worker has neither transformers nor torch. The first use imports both (seconds, some 250 MB), because
-    transformers decides once for a process whether there is torch: hidden from it to save that, torch would be
-    missing for a reward that loads a model later.
+    Until then, a worker has imported neither transformers nor torch. The first use imports both (seconds, about 250 MB). torch cannot be
+    hidden from transformers to save that: transformers decides once per process whether torch exists, and a reward that loads a
+    model later would not have it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -256,7 +256,7 @@ class LazyTokenizer:
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The tokenizer's own, for `isinstance`."""
+        """The tokenizer's class, for `isinstance`."""
         return self._load().__class__
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""The config of a supervised run (`groupwise sft`): the sections that it shares with other runs, and its own.
+"""The config of a supervised run (`groupwise sft`): its own sections, and those that it shares with other runs.
 
-One strict schema for each command: a key that could not take effect is refused, so a config of `groupwise rl` is no config of
-`groupwise sft`. The sections `model`, `lora`, `run` and `task` mean the same in both.
+Each command has one strict schema: a key that would have no effect is refused, so a config of `groupwise rl` is not valid for
+`groupwise sft`. The sections `model`, `lora`, `run` and `task` have the same meaning in both.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 
 DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")
-"""Sections of an RL config that say how completions are drawn and scored; of `eval` what counts as success does, too."""
+"""Sections of an RL config that decide how completions are drawn and scored; in `eval`, the `success…` keys do, too."""
 
 
 def bounds_of(condition: str) -> list[tuple[str, str, float]]:
     """Parse a condition such as `eval_loss < 0.5 and reward >= 0.6` into (metric, comparison, value) triples.
 
-    Raises ValueError for a text that is no condition.
+    Raises ValueError for any other text.
     """
     found = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
     if not all(found):
@@ -61,7 +61,7 @@ def bounds_of(condition: str) -> list[tuple[str, str, float]]:
 
 
 def holds(condition: str, metrics: Mapping[str, float]) -> bool:
-    """True if the condition holds for these metrics; false if one that it names is missing."""
+    """True if the condition holds for these metrics; False also if a metric is missing."""
     return all(
         name in metrics and _SIGNS[sign](metrics[name], value)
         for name, sign, value in bounds_of(condition)
@@ -108,7 +108,7 @@ class SftTrainingConfig(OptimisationConfig):
     @model_validator(mode="before")
     @classmethod
     def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
-        """With steps given, `num_train_epochs: null` need not be written beside them."""
+        """If steps are given, imply `num_train_epochs: null`."""
         if not isinstance(given, dict):
             return given
         keys = cast("dict[str, Any]", given)
@@ -144,7 +144,7 @@ class SftDataConfig(DatasetConfig):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A choice of turns where every token is trained, and what does not go together in the data that are named."""
+        """Report a choice of turns although every token is trained, and conflicts in the named data."""
         yield from super().conflicts()
         if self.completion_only_loss is False and self.assistant_turns == "last":
             yield Conflict(
@@ -233,7 +233,7 @@ class SftConfig(Strict):
         return foreign_to_sft()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys about rollouts that sinks show, and a backend that is not for this."""
+        """Report conflicts with the backend and the distributed settings, and keys about rollouts, because this command makes none."""
         if self.model.backend == "tunix":
             yield from tunix_sft_conflicts(self)
         if self.model.backend == "unsloth":
@@ -250,7 +250,7 @@ class SftConfig(Strict):
 
 @dataclass(frozen=True, slots=True)
 class LoadedSftConfig(LoadedConfig):
-    """A validated config of a supervised run and where it came from."""
+    """A validated config of a supervised run and its origin."""
 
     config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -261,7 +261,7 @@ def load_sft_config(
     *,
     to_train: bool = False,
 ) -> LoadedSftConfig:
-    """Read, override and validate; see `groupwise.training.config.load_config`. Of a config of `groupwise rl` its warm-up is meant."""
+    """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
     of_rl = tree.values.get("warm_up") is not None
@@ -279,7 +279,7 @@ def load_sft_config(
 
 
 def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
-    """The config of `groupwise sft` that `warm_up` names. Raises ConfigError for what that command refuses."""
+    """The config of `groupwise sft` for the section `warm_up`. Raises ConfigError for anything that command refuses."""
     config = loaded.config
     warm_up = config.warm_up
     assert warm_up is not None
@@ -300,8 +300,8 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     run |= {"dir": config.run.dir, "server": config.run.server}
     completions = _section(values, "eval").get("completions")
     if isinstance(completions, dict):
-        # Only what decides how completions are drawn and scored: otherwise another learning rate
-        # would need another warm-up.
+        # Take only keys that decide how completions are drawn and scored: otherwise another learning rate
+        # of the RL run would require another warm-up.
         success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
         found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
         cast("dict[str, Any]", completions)["rl"] = {
@@ -314,18 +314,18 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The content of a section; empty if it is no section, which the validation reports."""
+    """The content of a section; empty if it is not a mapping, which validation reports."""
     found = values.get(name)
     return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
 
 
 def sft_schema() -> str:
-    """`docs/schemas/sft.json`."""
+    """The content of `docs/schemas/sft.json`."""
     return json_schema(SftConfig)
 
 
 def documentation() -> str:
-    """`docs/configuration-sft.md`."""
+    """The content of `docs/configuration-sft.md`."""
     return _PAGE.format(table=document(SftConfig))
 
 

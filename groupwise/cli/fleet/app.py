@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 COMMAND_FIRST = {"allow_interspersed_args": False}
-"""All words after the first one of a job's command belong to it, with or without `--` before."""
+"""All words after the first word of a job's command belong to the command, even without `--` before it."""
 
 command(app, "up")(roles.up)
 command(app, "submit", context_settings=COMMAND_FIRST)(submit)
@@ -45,7 +45,7 @@ command(run, "dispatcher")(roles.dispatcher)
 command(run, "requeue")(roles.requeue)
 command(run, "tracker")(roles.tracker)
 command(run, "api")(roles.api)
-# One unit of systemd starts any of them by its name, `up` too.
+# A single systemd unit template starts each of them by name, including `up`.
 command(run, "up", hidden=True)(roles.up)
 app.add_typer(run, name="run")
 app.add_typer(machines.machines, name="vm")

@@ -67,7 +67,7 @@ class EngineOptions:
     ] = field(default_factory=list[str])
 
     def settings(self) -> dict[str, Any]:
-        """The given settings. Its options are one setting: those that are given replace all earlier ones. Raises UsageError."""
+        """The given settings. Scheduler options form one setting: if any are given, they replace all earlier ones. Raises UsageError."""
         from groupwise.jobs.fleet.queue.resources import megabytes
 
         of_slurm = [*([f"--partition={self.partition}"] if self.partition else []), *self.sbatch]
@@ -88,7 +88,7 @@ class EngineOptions:
         return {name: value for name, value in given.items() if value is not None}
 
     def of_new_machine(self, name: str | None) -> dict[str, Any] | None:
-        """The engine of a machine that is added; None: it begins jobs itself. Raises UsageError."""
+        """The engine of a machine to add; None: the machine starts jobs itself. Raises UsageError."""
         settings = self.settings()
         if name is not None:
             return {"name": name, **settings}

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
 
 EXEC_PRIORITY = 1000
-"""The priority that goes before all waiting jobs."""
+"""A priority higher than that of all waiting jobs."""
 _OWN_EXIT_CODE = re.compile(r"(crashed|user_error): exit code \d")
-"""Failure reasons that say no more than exit code and output."""
+"""Failure reasons that add nothing to exit code and output."""
 
 
 def exec_command(
@@ -78,14 +78,15 @@ def exec_command(
 
 
 def _follow(access: FleetClient, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
-    """Submit the job and print its log. Returns its state at its end; if the user interrupts, it is cancelled."""
+    """Submit the job and print its log. Returns its final state. If the user interrupts, the job is cancelled."""
     from groupwise.cli.fleet.follow import follow_log
 
     job_id = None
     try:
         job_id = access.submit(request, project=project)["job_id"]
         return follow_log(access, job_id)
-    except (KeyboardInterrupt, BrokenPipeError):  # or the reader of our output has gone (`| head`)
+    except (KeyboardInterrupt, BrokenPipeError):
+        # A broken pipe means that the reader of our output has ended (`| head`).
         _cancel(access, job_id)
         raise
     except GroupwiseError:
@@ -117,7 +118,7 @@ def _goes_on(job_id: str) -> str:
 
 
 def _machine_of(access: FleetClient, target: str) -> str:
-    """The machine of this name, or the one on which a job runs or ran last."""
+    """The machine of this name, or the machine on which the job of this name runs or last ran."""
     from groupwise.api.schemas.problems import Refusal
 
     try:

@@ -1,8 +1,8 @@
-"""Follows jobs from a terminal: their logs as they grow, and their ends.
+"""Follows jobs from a terminal: prints their logs as they grow, and reports their ends.
 
-A log comes in pieces: each says at which attempt and offset the next one begins; if there is none yet, the request waits for it. A follower
-reads the job's status first and the log afterwards: so when a job is seen to have ended, all that it wrote is read, because its log is
-complete before it ends.
+A log is read in parts. Each part contains the attempt and offset of the next; a request waits a while if there is no new part. A follower
+reads the job's status before the log. So once it sees that a job has ended, it reads the complete log, because a job's log is complete
+before its status becomes final.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
 
 LOOK_SECONDS = 0.3
-"""Seconds between two looks for a log that has not begun."""
+"""Seconds between two requests for a log that does not exist yet."""
 WAIT_SECONDS = 2.0
 """Seconds for which one request waits for more of a log."""
 ASK_SECONDS = 0.5
-"""Seconds between two looks for the end of a job."""
+"""Seconds between two requests for the states of jobs."""
 PORTION = 100
-"""Most jobs in one request: their ids stand in an address."""
+"""Largest number of jobs in one request, because their ids are part of the URL."""
 MOST_EXPLAINED = 20
-"""Most jobs for which the reasons for waiting are printed."""
+"""Largest number of jobs for which the reasons for waiting are printed."""
 _NUMBERS = re.compile(r"\d+")
 _STATUS_WORDS = {
     "running": "runs",
@@ -60,7 +60,7 @@ class _LogSource(Protocol):
 
 
 class _Patiently:
-    """A fleet whose calls are repeated until it answers. All of them only read, and from a given position, so nothing is printed twice."""
+    """A fleet whose calls are retried until it answers. The calls only read, from a given position, so nothing is printed twice."""
 
     def __init__(self, access: FleetClient) -> None:
         self._access, self._ask = access, access.patience.ask
@@ -80,22 +80,22 @@ class _Patiently:
 
 @dataclass(slots=True)
 class _LogReader:
-    """Reads the log of a job, and keeps how far it has come."""
+    """Reads the log of a job, and stores the position reached."""
 
     job_id: str
     only: int | None
-    """The only attempt to read; None: the newest, and those that follow."""
+    """The only attempt to read; None: the newest, and those after it."""
     tail: int | None
-    """Lines before the present end at which to begin; None: at the beginning, or it has begun already."""
+    """Number of lines before the current end at which to start; None: at the beginning, or if reading has started already."""
     rank: int = 0
-    """The member of a job on several machines."""
+    """Rank of the member, for a job on several machines."""
     epoch: int | None = None
-    """The attempt in which the next piece begins; None: there is no log yet."""
+    """The attempt of the next part; None: there is no log yet."""
     offset: int = 0
     to: LogWriter = field(default_factory=LogWriter)
 
     def copy(self, access: _LogSource, wait: float) -> bool:
-        """Write all that is new. False if the log goes on with another attempt than the only one to read."""
+        """Write everything that is new. Returns False if the log continues with an attempt after the only one to read."""
         while True:
             epoch = self.only if self.epoch is None else self.epoch
             part = access.log(
@@ -122,7 +122,7 @@ class _LogReader:
 def print_log(
     access: FleetClient, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
 ) -> None:
-    """Print the log of one attempt, as far as it is here."""
+    """Print the log of one attempt, as far as the control machine has it."""
     found = _look(access, job_id, epoch)
     part = access.log(job_id, epoch=epoch, rank=rank, tail=tail)
     of = part.epoch if epoch is None else epoch
@@ -147,7 +147,7 @@ def follow_log(
     rank: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Print the log as it grows, attempt after attempt, until the job has ended. Returns its state then. `epoch`: only that attempt."""
+    """Print the log as it grows, attempt after attempt, until the job has ended. Returns its final state. `epoch`: only that attempt."""
     reader = _LogReader(job_id, epoch, tail, rank)
     printed, patient = "", _Patiently(access)
     while True:
@@ -163,7 +163,7 @@ def follow_log(
 
 
 def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
-    """True if the only attempt to read is over: a later one has begun, or the job waits for one."""
+    """True if the only attempt to read is over: a later one has started, or the job waits for one."""
     return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
 
 
@@ -177,12 +177,12 @@ def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
 
 
 def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: str) -> str:
-    """Print why there is no log yet, unless it is the same as `before`. Returns the text without its numbers."""
+    """Print why there is no log yet, unless the text is the same as `before`. Returns the text without its numbers."""
     reasons = access.show(found["job_id"])["waiting"]
     text = f"{found['job_id']} is {found['status']}" + (
         f": {'; '.join(reasons)}" if reasons else ""
     )
-    without_numbers = _NUMBERS.sub("", text)  # a remaining time that counts down is not new
+    without_numbers = _NUMBERS.sub("", text)  # a decreasing remaining time is nothing new
     if without_numbers != before:
         say(text)
     return without_numbers
@@ -194,7 +194,7 @@ def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: st
 def until_ended(
     access: FleetClient, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
-    """Wait until all of these jobs have ended. Returns their states then."""
+    """Wait until all of these jobs have ended. Returns their final states."""
     waiting, patient = list(dict.fromkeys(job_ids)), _Patiently(access)
     statuses: dict[str, str] = {}
     ended: dict[str, dict[str, Any]] = {}
@@ -211,7 +211,7 @@ def until_ended(
 
 
 def _states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The states of these jobs, some in each request. Raises the fleet's refusal if one of them does not exist any more."""
+    """The states of these jobs, requested in portions. Raises the fleet's refusal if one of them no longer exists."""
     listed: dict[str, dict[str, Any]] = {}
     for start in range(0, len(job_ids), PORTION):
         some = list(job_ids[start : start + PORTION])

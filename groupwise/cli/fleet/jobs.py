@@ -33,7 +33,7 @@ RankOption = Annotated[
     typer.Option(metavar="N", min=0, help="Rank of the machine, for a job on several machines."),
 ]
 PAGE = 1000
-"""Most jobs in one listing."""
+"""Largest number of jobs in one listing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class JobFilter:
     ] = field(default_factory=list[str])
 
     def given(self) -> list[str]:
-        """The options that are given."""
+        """The options that were given."""
         return [f"--{each.name}" for each in fields(self) if getattr(self, each.name)]
 
     def query(self, default: frozenset[str] | None = None) -> dict[str, Any]:
-        """The arguments of `Fleet.jobs`. `default`: the statuses if none is given. Raises UsageError."""
+        """The arguments of `Fleet.jobs`. `default`: the statuses to use if none is given. Raises UsageError."""
         chosen = statuses(self.status) or default
         pairs("--label", self.label)
         return {
@@ -69,7 +69,7 @@ class JobFilter:
         }
 
     def ids(self, access: FleetClient, default: frozenset[str]) -> list[str]:
-        """The ids of all chosen jobs, the newest first."""
+        """The ids of all selected jobs, newest first."""
         query, found = self.query(default), list[str]()
         while True:
             page = access.jobs(**query, older_than=found[-1] if found else None, limit=PAGE)
@@ -129,17 +129,17 @@ def show(job: JobArgument, fleet_at: FleetOption = None, as_json: AsJson = False
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change of jobs, as a command makes it."""
+    """A change that a command makes to jobs."""
 
     name: str
     statuses: frozenset[str]
-    """Statuses of the jobs that it applies to; options choose only among those."""
+    """Statuses of the jobs that the command applies to; options select only among those."""
     one: Callable[[FleetClient, str], dict[str, Any]]
-    """Changes one job, and returns it; raises if it is refused. Older APIs have only this, not `many`."""
+    """Changes one job and returns it; raises if that is refused. Older APIs have only this, not `many`."""
     many: Callable[[FleetClient, Sequence[str]], list[dict[str, Any]]]
-    """Changes many jobs. Returns each as it is then, or its `error`."""
+    """Changes many jobs. Returns the new state or the `error` of each."""
     result: Callable[[dict[str, Any]], str]
-    """The result for one job, in words."""
+    """The result for one job as text."""
 
 
 def _apply(
@@ -149,7 +149,7 @@ def _apply(
     chosen: JobFilter,
     as_json: bool,
 ) -> None:
-    """Change one named job, or raise; of several jobs, change each, even if others are refused."""
+    """Change one named job, or raise; if there are several jobs, change each, even if others are refused."""
     given = chosen.given()
     if not ids and not given:
         raise UsageError(
@@ -179,7 +179,7 @@ def _apply(
 def _each(
     access: FleetClient, ids: Sequence[str], change: _Change, as_json: bool
 ) -> list[dict[str, Any]]:
-    """Change jobs portion by portion, and print each result at once. If a portion fails, --json prints what is done beside the error."""
+    """Change jobs in portions, and print each result at once. If a portion fails, --json prints the finished changes with the error."""
     from groupwise.api.schemas.fleet import portions
 
     done: list[dict[str, Any]] = []

@@ -100,9 +100,10 @@ class MachineOptions:
     ] = None
 
     def fields(self) -> dict[str, Any]:
-        """These as fields of a machine's document, without its labels. Raises UsageError."""
+        """The options as fields of a machine's document, without its labels. Raises UsageError."""
         try:
-            probe = None if self.probe is None else shlex.split(self.probe)  # no shell ever runs it
+            # It is never run by a shell.
+            probe = None if self.probe is None else shlex.split(self.probe)
         except ValueError as error:
             raise UsageError(f"--probe {self.probe}: {error}.") from None
         if probe == []:
@@ -200,7 +201,7 @@ def add(
 
 
 def _location(ssh: SshOptions, by: Trust, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
-    """The fields that say where a new machine is, and whether it is trusted. `may_be_here`: without options it is this machine."""
+    """The location fields of a new machine, and whether it is trusted. `may_be_here`: without options, it is this machine."""
     from groupwise.cli.fleet import reach
 
     if may_be_here and ssh == SshOptions() and by == Trust(ask=by.ask):
@@ -212,7 +213,7 @@ def _location(ssh: SshOptions, by: Trust, *, may_be_here: bool) -> tuple[dict[st
 
 
 def _location_from_afar(vm: str, ssh: SshOptions, by: Trust, *, prepare: bool) -> dict[str, Any]:
-    """The same fields for a fleet that runs elsewhere. Raises UsageError for options that only work on its own machine."""
+    """The location fields of a new machine, for a fleet that runs elsewhere. Raises UsageError for options that only work where it runs."""
     from groupwise.cli.fleet import reach
 
     if by.fingerprint is not None or by.of_jump is not None or by.unasked:
@@ -344,7 +345,7 @@ def trust(
     if fingerprint is None and not yes:
         with fleet(fleet_at) as access:
             found = access.machine(vm)
-        # If it has shown none, `trust` says why.
+        # If the machine has shown no key yet, `trust` explains why.
         if (fingerprint := found["seen_fingerprint"]) is not None:
             asks = ask_user()
             if asks is None:
@@ -434,7 +435,7 @@ def set_machine(
 
 
 def _settings(found: dict[str, Any]) -> str:
-    """The settings of a machine in one line; those that most machines do not have only if they are set."""
+    """The settings of a machine in one line. Uncommon settings are shown only if they are set."""
     from groupwise.cli.fleet.printing import engine_line
 
     slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]

@@ -105,7 +105,7 @@ def prepare(
             time_seconds=time_limit,
         )
         if dry_run:
-            # The lock goes to stdout, where pip reads it; all else to stderr.
+            # The lock goes to stdout, for pip; everything else to stderr.
             packed = f"{plan.packed.file_name}, packed here"
             say(f"environment {plan.name}: {packed}, and {_contents(plan)}")
             typer.echo(plan.lock.text, nl=False)
@@ -149,7 +149,7 @@ def usual_plan() -> Plan:
 
 
 def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:
-    """Prepare a machine that has just been added. The result has a `problem` if that failed."""
+    """Prepare a machine that has just been added. The result contains a `problem` if that failed."""
     machines = fleet.database.read(lambda session: _machines(session, [vm]))
     return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
 
@@ -157,7 +157,7 @@ def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:
 async def _prepare_all(
     fleet: LocalFleet, machines: Sequence[Machine], plan: Plan, *, prune: bool
 ) -> list[dict[str, Any]]:
-    """Prepare these machines at the same time; an error of one does not affect the others."""
+    """Prepare these machines concurrently; an error of one does not affect the others."""
     from groupwise.jobs.fleet.machines import prepare as preparing
     from groupwise.jobs.hosts.files import BlobStore
 
@@ -188,7 +188,7 @@ async def _prepare_all(
 async def _prune_one(
     fleet: LocalFleet, machine: Machine, plan: Plan, store: BlobStore
 ) -> dict[str, Any]:
-    """Prune one machine. A launch may be on its way with the interpreter that the row named before; then nothing is removed."""
+    """Prune one machine. A launch in progress may still use the interpreter that the row named before; then nothing is removed."""
     from groupwise.jobs.fleet.machines import prepare as preparing
 
     vm = machine.vm_id

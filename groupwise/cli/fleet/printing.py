@@ -1,4 +1,4 @@
-"""Prints jobs, machines and the state of a fleet in a terminal: tables and pairs made of the documents that verbs give."""
+"""Prints jobs, machines and the state of a fleet in a terminal: tables and pairs, from the documents that the API returns."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Document = Mapping[str, Any]
 
 LONGEST_REASON, LEAST_REASON = 60, 20
 TIMES = frozenset({"age", "time"})
-"""Columns of tables that show only the larger unit if there is no room."""
+"""Columns of tables that show only the larger unit if the terminal is too narrow."""
 WORDS = frozenset({"kind", "project", "where", "address", "model"})
-"""Columns that are cut off if there is still no room."""
+"""Columns that are cut off if it is still too narrow."""
 LEAST_CELL = 8
-"""Fewest cells to which these columns are cut."""
+"""Smallest width in cells to which these columns are cut."""
 LEAST_NAME = 12
-"""Fewest cells to which a machine's name is shortened, if nothing else gives room."""
+"""Smallest width in cells to which a machine's name is shortened, as a last resort."""
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
-"""Parts of events that stand elsewhere on the page, or say nothing to people; `--json` has them."""
+"""Parts of events that appear elsewhere on the page or mean nothing to people; `--json` has them."""
 NOT_FACTS = frozenset({"machine_time", "quarantined"})
-"""Facts of a machine that are for programs, or are shown in other words; `--json` has them."""
+"""Facts of a machine that are for programs, or are shown in another form; `--json` has them."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -49,12 +49,12 @@ def clock_time(seconds: float | None) -> str:
 
 
 def stamp(text: str | None) -> float | None:
-    """A timestamp of a document as seconds since 1970."""
+    """A timestamp of a document in seconds since 1970."""
     return None if text is None else datetime.fromisoformat(text).timestamp()
 
 
 def megabytes(size: float | None) -> str:
-    """`24 GB`."""
+    """A size in MB as text, such as `24 GB`."""
     if size is None:
         return ""
     if size >= 1e6:
@@ -66,7 +66,7 @@ def megabytes(size: float | None) -> str:
 
 
 def print_jobs(jobs: Sequence[Document], now: float) -> None:
-    """A list of jobs, a line each."""
+    """Print a list of jobs, one per line."""
     several = len({job["project"] for job in jobs}) > 1
     head = ("job", "status", "kind", *(("project",) if several else ()), "where", "age", "time", "")
     rows = [
@@ -88,9 +88,9 @@ def print_jobs(jobs: Sequence[Document], now: float) -> None:
 def _print_with_remarks(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, least_name: int | None = None
 ) -> None:
-    """Print a table whose last column gets the rest of the terminal's width; if that is too little, other columns shrink.
+    """Print a table whose last column gets the rest of the terminal's width. If that is too little, other columns shrink.
 
-    `least_name`: fewest cells to which the first column shrinks, last of all; None: it never does.
+    `least_name`: smallest width in cells of the first column, which shrinks last; None: it never shrinks.
     """
     longest = LONGEST_REASON
     if sys.stdout.isatty():
@@ -99,7 +99,7 @@ def _print_with_remarks(
         rows = _fit_to_width(head, rows, width - least_width)
         if least_name is not None and (wide := sum(_widths(head, rows)) + least_width - width) > 0:
             room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
-            # Cut in the middle: names of machines, which are ASCII, differ at their ends.
+            # Cut in the middle: names of machines, which are ASCII, often differ only at their ends.
             end = (room - 1) // 2
             for place, row in enumerate(rows):
                 if cell_len(row[0]) > room:
@@ -110,7 +110,7 @@ def _print_with_remarks(
 
 
 def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
-    """Widths of all columns but the last, with the gap behind each."""
+    """Widths of all columns but the last, including the gap after each."""
     columns = zip(*(row[:-1] for row in (head, *rows)), strict=True)
     return [max(map(cell_len, column)) + 2 for column in columns]
 
@@ -118,7 +118,7 @@ def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]
 def _fit_to_width(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[tuple[str, ...]]:
-    """The rows with cells cut to fit the width. The first column stays whole: people type it in again."""
+    """The rows with cells cut to fit the width. The first column is kept complete, because people type its ids in again."""
     found = list(rows)
     if sum(_widths(head, found)) > width:
         times = [place for place, name in enumerate(head) if name in TIMES]
@@ -163,7 +163,7 @@ def _where(job: Document) -> str:
 
 
 def _took(job: Document, now: float) -> str:
-    """How long the job took, or has taken so far; empty if it has not begun."""
+    """How long the job took, or has taken so far; empty if it has not started."""
     start = stamp(job["start_time"])
     return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
 
@@ -180,7 +180,7 @@ def _remark(job: Document) -> str:
 
 
 def print_job(job: Document, now: float) -> None:
-    """All about one job."""
+    """Print everything about one job."""
     arguments = job["arguments"]
     resources: Document = job["resources"] or {}
     needs = {name: value for name, value in resources.items() if value not in (None, [], {}, "")}
@@ -215,7 +215,7 @@ def print_job(job: Document, now: float) -> None:
 
 
 def _checkpoints(job: Document, now: float) -> str | None:
-    """The checkpoint from which the next attempt would resume, and which could not be mirrored; None: there is none."""
+    """The checkpoint from which the next attempt would resume, and those that could not be mirrored; None if there is none."""
     # older APIs have no such field
     whole = [each for each in job.get("checkpoints") or () if each["damaged_at"] is None]
     found = [
@@ -267,7 +267,7 @@ def _member(member: Document) -> str:
 
 
 def _evidence(evidence: Document) -> list[tuple[str, str]]:
-    """The evidence for how an attempt ended: each member's exit record, and the last lines of its log."""
+    """The evidence for the outcome of an attempt: each member's exit record, and the last lines of its log."""
     found = [("because", str(evidence["because"]))] if evidence.get("because") else []
     members: list[Document] = evidence.get("members") or []
     for member in members:
@@ -296,7 +296,7 @@ def _evidence(evidence: Document) -> list[tuple[str, str]]:
 
 
 def how_it_ended(record: Document) -> str:
-    """How a command ended, by its exit record."""
+    """How a command ended, from its exit record."""
     how = f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
     why = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
     memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
@@ -307,7 +307,7 @@ def how_it_ended(record: Document) -> str:
 
 
 def event_line(event: Document) -> tuple[str, str]:
-    """The time of an event, and who did what."""
+    """The time of an event, and its text with the actor."""
     about: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
     detail = {name: value for name, value in about.items() if name not in NOT_SHOWN}
     status = detail.pop("status", None)
@@ -327,7 +327,7 @@ def event_line(event: Document) -> tuple[str, str]:
 
 
 def print_machines(machines: Sequence[Document]) -> None:
-    """A list of machines, a line each."""
+    """Print a list of machines, one per line."""
     head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
     rows: list[tuple[str, ...]] = []
     for vm in machines:
@@ -354,7 +354,7 @@ def print_machines(machines: Sequence[Document]) -> None:
 
 
 def engine_line(vm: Document) -> str | None:
-    """The engine that begins jobs in a machine's place, and what it has; None: the machine begins them itself."""
+    """The scheduler (Slurm, Ray) that starts jobs for a machine, with its resources; None: the machine starts jobs itself."""
     engine: Document | None = vm.get("engine")  # older APIs have no such field
     if engine is None:
         return None
@@ -374,7 +374,7 @@ def _address(vm: Document) -> str:
     if vm["transport"] == "local":
         return "this machine"
     port = "" if vm["port"] == 22 else f":{vm['port']}"
-    # Hidden from keys that are bound to projects.
+    # The API hides the user from keys that are bound to projects.
     user = "" if vm["user"] is None else f"{vm['user']}@"
     return f"{user}{vm['ip_address']}{port}"
 
@@ -396,7 +396,7 @@ def _machine_remark(vm: Document) -> str:
 
 
 def print_machine(vm: Document, now: float) -> None:
-    """All about one machine."""
+    """Print everything about one machine."""
     facts = vm["facts"]
     unreachable = vm["unreachable_since"]
     print_pairs(
@@ -469,7 +469,7 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
 
 
 def print_status(found: Document) -> None:
-    """The state of a fleet, in a few lines, broken at blanks in a terminal."""
+    """Print the state of a fleet in a few lines, wrapped in a terminal."""
     counts = {status: count for status, count in found["jobs"].items() if count}
     machines = found["machines"]
     gpus = (
@@ -500,13 +500,13 @@ def print_status(found: Document) -> None:
 
 
 def _print_folded(mark: str, text: str) -> None:
-    """Print a text behind a mark, broken at blanks in a terminal."""
+    """Print a text after a mark, wrapped in a terminal."""
     for number, line in enumerate(folded(one_line(text), len(mark))):
         print_text(f"{mark if number == 0 else ' ' * len(mark)}{line}")
 
 
 def print_projects(projects: Sequence[Document]) -> None:
-    """A list of projects, a line each."""
+    """Print a list of projects, one per line."""
     head = ("project", "weight", "waiting", "running", "GPUs", "GPUs at most", "waiting at most")
     print_table(
         [

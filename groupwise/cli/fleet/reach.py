@@ -1,7 +1,8 @@
-"""Finds out for `groupwise fleet vm add` where a machine is, and which host key it shows.
+"""Finds the address and the host key of a machine for `groupwise fleet vm add`.
 
-The location comes from options or, once, from the user's ssh config. The host key is shown to the user before anything else is sent to the
-machine. For a fleet that runs elsewhere nothing is looked up: the machine of the fleet may have another ssh config, and see another host.
+The address comes from options or, once, from the user's ssh config. The host key is shown to the user before anything else is sent to the
+machine. For a fleet that runs elsewhere, nothing is looked up: the fleet's machine may have another ssh config, and reach another host
+under the same name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a machine, and the user and key with which it is reached."""
+    """The address of a machine, with the user and the key to log in with."""
 
     host: str
     port: int
@@ -48,7 +49,7 @@ class Address:
     jump: Mapping[str, Any] | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """These as the fields of a machine's document."""
+        """The address as fields of a machine's document."""
         return {
             "ip_address": self.host,
             "port": self.port,
@@ -60,7 +61,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The ground on which a host key is trusted: a given fingerprint, `--yes` (any key), or the user's answer."""
+    """The reason to trust a host key: a given fingerprint, `--yes` (any key), or the user's answer."""
 
     fingerprint: str | None = None
     of_jump: str | None = None
@@ -68,14 +69,14 @@ class Trust:
     ask: Callable[[str], bool] | None = None
 
     def covers(self, fingerprint: str | None, question: str) -> bool:
-        """True if the key is trusted. `fingerprint`: the given one, which was found to match; else the user is asked."""
+        """True if the key is trusted. `fingerprint`: the given one, which was found to match; without it, the user is asked."""
         return (
             fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
         )
 
 
 def ask_user() -> Callable[[str], bool] | None:
-    """A function that asks the user yes or no; None if there is no terminal."""
+    """A function that asks the user yes or no; None without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     return lambda question: typer.confirm(question, default=False, err=True)
@@ -83,7 +84,7 @@ def ask_user() -> Callable[[str], bool] | None:
 
 @dataclass(frozen=True, slots=True)
 class SeenKey:
-    """The host key of a machine: trusted, or only seen."""
+    """The host key of a machine: trusted (`pinned`), or only seen (`shown`)."""
 
     pinned: str | None
     shown: str | None
@@ -112,7 +113,7 @@ class SshOptions:
     ] = None
 
     def of_new(self, trust: Trust) -> Address:
-        """The location of a new machine. Raises UsageError, also if the jump host on the way is not trusted."""
+        """The address of a new machine. Raises UsageError, also if its jump host is not trusted."""
         if self.host is None and self.alias is None:
             raise UsageError(
                 "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
@@ -126,7 +127,7 @@ class SshOptions:
         return Address(str(self.host), self.port or 22, self.user, private_key(self.key))
 
     def of_new_from_afar(self) -> Address:
-        """The location of a new machine of a fleet that runs elsewhere: nothing can be looked up from here. Raises UsageError."""
+        """The address of a new machine for a fleet that runs elsewhere, so nothing can be looked up here. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
         needed = {"--host": self.host, "--user": self.user, "--key": self.key}
@@ -139,7 +140,7 @@ class SshOptions:
         return Address(str(self.host), self.port or 22, str(self.user), self.key)
 
     def of_known(self, trust: Trust) -> dict[str, Any]:
-        """The fields that change of an existing machine. Raises UsageError."""
+        """The changed fields of an existing machine. Raises UsageError."""
         if self.alias is None:
             _expect_no_jump(trust)
             key = None if self.key is None else private_key(self.key)
@@ -148,7 +149,7 @@ class SshOptions:
         return {**where.as_fields(), "jump": where.jump or {}}
 
     def of_known_from_afar(self, trust: Trust) -> dict[str, Any]:
-        """The fields that change of a machine of a fleet that runs elsewhere. Raises UsageError."""
+        """The changed fields of an existing machine, for a fleet that runs elsewhere. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
         _expect_no_jump(trust)
@@ -163,7 +164,7 @@ class SshOptions:
         }
 
     def _of_alias(self, name: str, trust: Trust) -> Address:
-        """The location that `ssh NAME` has now, with the options overriding it."""
+        """The address to which `ssh NAME` connects now; the options override it."""
         from groupwise.jobs.hosts.keys import resolve_alias
 
         if self.host is not None:
@@ -191,7 +192,7 @@ def _expect_no_jump(trust: Trust) -> None:
 
 
 def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
-    """The jump host as a document. Its key must be trusted here, since machines are reached through it. Raises UsageError."""
+    """The jump host as a document. Its key must be trusted now, because machines are reached through it. Raises UsageError."""
     seen = _read_key(alias.host, alias.port)
     say(f"the jump host {alias.host} shows the host key {seen.fingerprint} ({seen.type})")
     _expect("--trust-jump", trust.of_jump, alias.host, seen)
@@ -210,7 +211,7 @@ def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
 
 
 def private_key(given: str | None) -> str | None:
-    """The absolute path of the private key, since the fleet runs in another folder; without one, the first that ssh would try."""
+    """The private key's path, absolute because the fleet runs in another folder. Without an option, the first key that ssh would try."""
     if given is None:
         folder = Path("~/.ssh").expanduser()
         found = next((folder / name for name in KEYS if (folder / name).is_file()), None)
@@ -228,7 +229,7 @@ def private_key(given: str | None) -> str | None:
 
 
 def host_key_of(where: Address, trust: Trust) -> SeenKey:
-    """The key that the machine shows now, and whether it is trusted. Raises UsageError if it is not the one of --trust."""
+    """The key that the machine shows now, and whether it is trusted. Raises UsageError if it differs from --trust."""
     seen = _read_key(where.host, where.port, where.jump)
     say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")
     _expect("--trust", trust.fingerprint, where.host, seen)

@@ -37,7 +37,7 @@ def _retry_policy(word: str) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the values that are set."""
+    """The values that are set."""
     return {
         key: each
         for key, each in values.items()
@@ -179,7 +179,7 @@ class KindOptions:
             given["reward_function"] = ",".join(self.reward_function)
         settings = hyperparams(self.hyperparams)
         for flag in ("max_prompt_length", "max_completion_length"):
-            if flag in given:  # a flag of `groupwise-train-grpo` that has no column
+            if flag in given:  # a flag of `groupwise-train-grpo` without a column
                 key, option = KEYS[flag], f"--{flag.replace('_', '-')}"
                 if self.kind != "GRPO":
                     raise UsageError(
@@ -468,7 +468,7 @@ def submit(
 
 
 def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The job of each line of a file, by its place; the line overrides the options."""
+    """The job of each line of a file, by its place (`--array FILE:LINE`); the line overrides the options."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -509,7 +509,7 @@ def _submit(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Submit the jobs, which are `JobRequest`s by the place where each was read, and print their ids."""
+    """Submit the jobs (`JobRequest`s by the place where each was read), and print their ids."""
     from groupwise.api.schemas.problems import Refusal
     from groupwise.cli.fleet.follow import exit_code_of, until_ended
 
@@ -518,7 +518,7 @@ def _submit(
             [*jobs.values()], project=project, idempotency_key=idempotency_key
         )
     except Refusal as refused:
-        # If one of several is refused, name the line of the array.
+        # If one of several jobs is refused, name its line in the array.
         word, _, number = refused.errors[0].field.partition(".") if refused.errors else ("", "", "")
         if word != "jobs" or not number.isdecimal() or int(number) >= len(jobs):
             raise
@@ -542,7 +542,7 @@ def _submit(
 def _print_plans(
     access: FleetClient, jobs: Mapping[str, dict[str, Any]], project: str | None, as_json: bool
 ) -> None:
-    """Print what the jobs would be and where they could run, for `--dry-run`."""
+    """For `--dry-run`: print the jobs and the machines where they could run."""
     from groupwise.api.schemas.problems import Refusal
 
     plans: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Sends the files that a job takes along to the fleet's store, and lists them in the job's manifest."""
+"""Uploads the local files of a job to the fleet's store, and lists them in the job's manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def take_along(
     words: Sequence[str],
     dry_run: bool,
 ) -> None:
-    """Give each job the manifest of its files: those of `--file` (`words`), and its own data set and reward function."""
+    """Give each job the manifest of its files: those of `--file` (`words`), and its own dataset and reward function."""
     of_all: dict[str, Path] = {}
     for word in words:
         _add(of_all, *_parse_file_option(word))
@@ -37,14 +37,14 @@ def take_along(
     for place, document in documents.items():
         its_own = {name: entries[path] for name, path in own[place].items()}
         given = document.get("files", {})
-        # Jobs without files of their own share one manifest: a long array of them may take thousands along.
+        # Jobs without their own files share one manifest, because each job of a long array may have thousands of files.
         if manifest := {**shared, **given, **its_own} if given or its_own else shared:
             document["files"] = manifest
     _warn_of_left_behind(documents.values())
 
 
 def _warn_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
-    """Warn if a word of a command is a file here that does not travel: mostly it is meant to exist there."""
+    """Warn if a word of a command is a local file that is not uploaded: usually the command expects it."""
     words = {
         name: word
         for document in documents
@@ -59,7 +59,7 @@ def _warn_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str, Path]:
-    """The local files that the data set and reward function of a job name; both are rewritten to the paths in its folder."""
+    """The local files that a job's dataset and reward function name. Both are changed to the paths in the job's folder."""
     found: dict[str, Path] = {}
     dataset = document.get("dataset")
     if isinstance(dataset, str):  # anything else is refused later
@@ -79,13 +79,13 @@ def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str
 def _store_files(
     access: FleetClient, files: Iterable[Mapping[str, Path]], dry_run: bool
 ) -> dict[Path, list[Any]]:
-    """Put files into the fleet's store, and return their manifest entries. `dry_run`: only compute these."""
+    """Upload files to the fleet's store, and return their manifest entries. `dry_run`: only compute the entries."""
     from groupwise.jobs.hosts.files import hash_of
 
     named: dict[str, Path] = {}
     for each in files:
         for name, path in each.items():
-            # Lines of an array may have files of the same name; a path in a job's folder never begins with a slash.
+            # Lines of an array may have different files of the same name; these get absolute paths, which no path in a job's folder is.
             named[name if named.get(name, path) == path else str(path.absolute())] = path
     if dry_run:
         return {
@@ -100,7 +100,7 @@ def _store_files(
 
 
 def _parse_file_option(word: str) -> tuple[Path, str]:
-    """Parse `LOCAL` or `LOCAL:REMOTE`; if a file of the whole name exists, its colon is part of it. `.` is the job's own folder."""
+    """Parse `LOCAL` or `LOCAL:REMOTE`. If a file with the complete name exists, the colon is part of it. `.` is the job's own folder."""
     from groupwise.jobs.fleet.client import own_name
     from groupwise.jobs.hosts.spec import path_problems
 
@@ -121,7 +121,7 @@ def _parse_file_option(word: str) -> tuple[Path, str]:
 def _add(
     found: dict[str, Path], local: Path, remote: str, beside: Mapping[str, Path] | None = None
 ) -> None:
-    """Add a file, or all files below a folder, under a name in the job's folder. `beside`: files that lie there already."""
+    """Add a file, or all files below a folder, under a name in the job's folder. `beside`: files that the folder has already."""
     from groupwise.jobs.fleet.client import named_files
 
     for name, path in named_files({remote: local}).items():
@@ -145,7 +145,7 @@ def _reward(found: dict[str, Path], word: str, of_all: Mapping[str, Path]) -> st
 
 
 def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UsageError for documents that are not valid requests, the same way for every fleet."""
+    """Raise UsageError for documents that are not valid requests, in the same way for every fleet."""
     from groupwise.jobs.fleet.queue.request import from_document
 
     for place, each in documents.items():
@@ -156,5 +156,5 @@ def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def at(place: str, message: str) -> str:
-    """A message with the line of the array that it is about; jobs of the options alone have no place."""
+    """A message with the line of the array that it is about; jobs from options alone have no line."""
     return f"{place}: {message}" if place else message

@@ -89,7 +89,7 @@ def aws(
         if find_spec(module) is None:
             raise UsageError(f"{module} is not installed: pip install 'groupwise[launch,aws]'.")
     plan = packages.plan_unless_there()
-    if key_path is None:  # AWS names the keys that it makes K.pem
+    if key_path is None:  # AWS names the keys that it creates K.pem
         made, own = (Path("~/.ssh").expanduser() / name for name in (f"{key_name}.pem", key_name))
         key_path = own if own.is_file() and not made.is_file() else made
     detail = {

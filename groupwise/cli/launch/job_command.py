@@ -1,4 +1,4 @@
-"""The command line of `groupwise launch`: words before `--` are the launcher's own, those behind it go to the job untouched."""
+"""The command line of `groupwise launch`: words before `--` are the launcher's own, those after it are passed to the job unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
 COMMAND = "groupwise.behind"
-"""The key under which click keeps the words behind `--` for a command."""
+"""The key under which click stores the words after `--`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class JobCommand:
     script: str | None
     """A Python file of the project; None: a command of groupwise."""
     words: tuple[str, ...]
-    """The verb with its arguments, or the arguments of the script."""
+    """The command of groupwise with its arguments, or the arguments of the script."""
 
     @property
     def line(self) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class LaunchCommand(Command):
         if found is None:
             from groupwise.jobs.launch.preflight import VERBS
 
-            # The options of a verb without `--` before it would be taken for the launcher's.
+            # Without `--`, the options of a command would be taken for the launcher's.
             verb = next((n for n, word in enumerate(own) if word in VERBS), None)
             if verb is not None:
                 corrected = f"{ctx.command_path} " + shlex.join([*own[:verb], "--", *own[verb:]])
@@ -89,7 +89,7 @@ def job_command(ctx: typer.Context) -> JobCommand:
 
 
 def new_name(command: JobCommand, now: float | None = None) -> str:
-    """A name for a job without one: its verb or script, and the present time to the millisecond."""
+    """A name for a job without one: its command or script, and the current time to the millisecond."""
     what = command.words[0] if command.script is None else Path(command.script).stem
     letters = "".join(each if each.isascii() and each.isalnum() else "-" for each in what)[:40]
     moment = time.time() if now is None else now
@@ -98,7 +98,7 @@ def new_name(command: JobCommand, now: float | None = None) -> str:
 
 
 def environment_of(files: Sequence[Path]) -> dict[str, str]:
-    """The variables of `.env` files; later files override earlier ones. No value refers to this process's environment."""
+    """The variables of `.env` files; later files override earlier ones. Values are not expanded from this process's environment."""
     if not files:
         return {}
     try:
@@ -117,7 +117,7 @@ def environment_of(files: Sequence[Path]) -> dict[str, str]:
             stream=io.StringIO(text), interpolate=False
         )
         if any(value is None for value in values.values()):
-            # The line is not shown: it may be a value that has lost its name.
+            # Do not show the line: it may be a secret value without its name.
             raise UsageError(
                 f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
             )

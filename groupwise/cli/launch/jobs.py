@@ -65,7 +65,7 @@ def list_jobs(as_json: AsJson = False) -> None:
 
 
 async def _line(note: Note) -> dict[str, Any]:
-    """A job's line of the list. If its place does not answer, the line says so, and the others are listed all the same."""
+    """A job's line of the list. If its place does not respond, the line says so, and the other jobs are still listed."""
     from groupwise.jobs.clouds.backend import NotHere
     from groupwise.jobs.launch.places import reach
 
@@ -81,7 +81,8 @@ async def _line(note: Note) -> dict[str, Any]:
         line["place"] = str(note.place)
     except (KeyError, TypeError) as error:
         return {**line, "state": "unknown", "problem": f"its note lacks {error}"}
-    except (GroupwiseError, ImportError) as error:  # a package that its place needs is not there
+    except (GroupwiseError, ImportError) as error:
+        # ImportError: a package that the place needs is not installed.
         return {**line, "state": "unknown", "problem": str(error)}
     try:
         status = await backend.status(await find(backend, note.name))

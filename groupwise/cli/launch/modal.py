@@ -84,7 +84,7 @@ def modal(
 
 
 def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
-    """The variables that the job has of each Secret. `values`: the variables of --env-file. Raises UsageError."""
+    """For each Modal Secret, the variables that the job gets. `values`: the variables of --env-file. Raises UsageError."""
     from groupwise.jobs.hosts.spec import name_problems
 
     found: dict[str, list[str]] = {}

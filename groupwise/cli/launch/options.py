@@ -77,7 +77,7 @@ class CommandOptions:
 
     @property
     def hours(self) -> float | None:
-        """The given time limit; None: there is none. Raises UsageError."""
+        """The time limit in hours; None: no limit. Raises UsageError."""
         limit = self.max_hours and self.max_hours * 3600
         if self.time_limit is not None:
             limit = self.time_limit
@@ -176,8 +176,10 @@ class GangOptions:
         return self.machines or 1
 
     def processes(self, command: JobCommand, gpus: int) -> int:
-        """The number of processes on each machine. Raises UsageError for a command that several machines cannot share, and for an option
-        that has no effect."""
+        """The number of processes on each machine.
+
+        Raises UsageError for a command that several machines cannot share, and for an option that has no effect.
+        """
         if self.count == 1:
             if self.nproc_per_node is not None:
                 raise UsageError(
@@ -213,7 +215,7 @@ class RentalOptions:
     ] = False
 
     def asks(self) -> dict[str, Any]:
-        """The given options, as `Order.asks` holds them."""
+        """The given options, in the form of `Order.asks`."""
         from groupwise.jobs.clouds.backend import KEEP_ON_FAILURE, TERMINATE_AFTER
 
         asks = {TERMINATE_AFTER: self.terminate_after, KEEP_ON_FAILURE: self.keep_on_failure}

@@ -47,8 +47,7 @@ class LoginOptions:
     ] = None
 
     def machine(self, host: str, python: str | None) -> JobBackend:
-        """The machine that `ssh HOST` leads to, with its host key pinned: by a fingerprint, or by the user's answer if there is a
-        terminal."""
+        """The machine that `ssh HOST` connects to, with its host key pinned: by a fingerprint or, in a terminal, by the user's answer."""
         if find_spec("asyncssh") is None:
             raise UsageError(
                 "Other machines are reached by asyncssh: pip install 'groupwise[launch]'."
@@ -104,12 +103,12 @@ class ClusterOptions(LoginOptions):
     ] = None
 
     def plan(self, packages: RemoteEnvironmentOptions) -> EnvironmentPlan | None:
-        """The environment to be made there; None: there is one, as on this machine. Raises UsageError."""
+        """The environment to build on the machine; None: it has one, as this machine does. Raises UsageError."""
         here = self.host is None and not packages.is_given
         return None if here else packages.plan_unless_there()
 
     def login(self, python: str | None) -> JobBackend:
-        """The machine itself. Raises UsageError."""
+        """The login machine itself. Raises UsageError."""
         from groupwise.jobs.launch.places import LOCAL, JobBackend
 
         if self.host is not None:
@@ -151,7 +150,7 @@ class LaunchedJob:
     ] = None
 
     def note(self) -> Note:
-        """The job's note: from --at if it is given, else from the local registry. Raises UsageError."""
+        """The job's note: from --at if given, otherwise from the local registry. Raises UsageError."""
         from groupwise.jobs.launch import local_registry
 
         check_name(self.name)
@@ -201,8 +200,10 @@ class LaunchedJob:
 
 
 def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> JobBackend:
-    """One place made of several machines; `meets_at`: the address at which the others reach the first one. Raises UsageError for a machine
-    that is named twice."""
+    """One place consisting of several machines. Raises UsageError for a machine that is named twice.
+
+    `meets_at`: the address at which the other machines reach the first one.
+    """
     from groupwise.jobs.launch.places import SSH, JobBackend
 
     words = [str(each) for each in machines]
@@ -244,7 +245,7 @@ def _shared_folder(folder: str | None) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError for a name that no job can have."""
+    """Raise UsageError for an invalid name of a job."""
     from groupwise.jobs.hosts.spec import JOB_ID
 
     if not JOB_ID.fullmatch(name):
@@ -254,7 +255,7 @@ def check_name(name: str) -> None:
 
 
 def _host_key(name: str, where: Address, trust: Trust) -> str:
-    """The host key that known_hosts has, else the one that the user trusts now. Raises UsageError."""
+    """The host key in known_hosts; without one, the key that the user trusts now. Raises UsageError."""
     from groupwise.cli.fleet.reach import host_key_of
     from groupwise.jobs.hosts.keys import known
 

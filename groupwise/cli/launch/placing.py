@@ -1,4 +1,4 @@
-"""Placing a job: try it here, pack the project, say what will be done, do it, watch it."""
+"""Places a job: tries the command here, packs the project, shows the plan, submits the job, and watches it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNWATCHED = (
     ". It stays whatever becomes of the job, and what was not fetched by then is gone with it"
 )
 MAX_FILES_LISTED = 5
-"""Most files that stay here and are listed one by one."""
+"""Largest number of files left out of the upload that are listed one by one."""
 
 
 def launch(
@@ -47,8 +47,8 @@ def launch(
 ) -> None:
     """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run.
 
-    `environment` is made there; None: the place has one. `asks`: options that only this kind of place understands. `gpus` and `hours`
-    replace those of the options, if the place has others.
+    `environment` is built at the place; None: the place has one. `asks`: options that only this kind of place understands. `gpus` and
+    `hours` replace those of the options, if the place has its own.
     """
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
@@ -107,7 +107,7 @@ def launch(
 
 
 def _leave(note: Note, handle: Handle, *, as_json: bool) -> None:
-    """Say how to find a detached job again."""
+    """Print how to find a detached job again."""
     name = note.name
     say(
         f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
@@ -120,7 +120,7 @@ def _leave(note: Note, handle: Handle, *, as_json: bool) -> None:
 
 
 def _say_travelling(bundle: Bundle) -> None:
-    """Say how much of the project travels, and which files stay here."""
+    """Print the size of the upload, and the files that are left out."""
     from groupwise.core.terminal.quantities import byte_size
 
     say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
@@ -131,11 +131,11 @@ def _say_travelling(bundle: Bundle) -> None:
 
 
 def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
-    """Place the job, or find it there. The note is written first, so that a job is known here even if this process is interrupted."""
+    """Submit the job, or attach to it if it exists. The note is written first, so an interrupted launch leaves the job known here."""
     from groupwise.jobs.launch import local_registry, results
 
     name, before = note.name, ask(note.place, lambda backend: backend.find(note.name))
-    # Notes and results of two jobs of one name would be mixed up.
+    # Notes and results of two jobs with the same name would be mixed up.
     other = next((each for each in local_registry.every() if each.name == note.name), None)
     if other is not None and not other.place.is_same(note.place):
         raise UsageError(
@@ -168,7 +168,7 @@ def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
 
 
 def _is_nowhere(note: Note) -> bool:
-    """True if its place certainly has nothing of it, and nothing is paid for it."""
+    """True if its place certainly has no trace of the job, and no machine is paid for it."""
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch.rentals import of_job
 
@@ -190,7 +190,7 @@ def _try_here(
     asks: Mapping[str, Any],
     secrets: Mapping[str, str],
 ) -> DryRunReport:
-    """Try the command here. Raises UsageError if it would fail."""
+    """Try the command on this machine. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.launch.preflight import DryRunReport, first_of, results_of, try_verb
@@ -208,7 +208,7 @@ def _try_here(
 
 
 def _expect_script(command: JobCommand, packed: PackedJob) -> None:
-    """Raises UsageError if the script does not travel: otherwise it would be missed only there."""
+    """Raise UsageError if the script is not uploaded: otherwise the job would fail only at its place."""
     script = command.script
     if script is None or Path(script).as_posix() in packed.bundle.files:
         return
@@ -239,7 +239,7 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
 
 
 def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) -> None:
-    """Show what would be done, for people or programs."""
+    """Print the plan of a dry run, for people or programs."""
     unknown = "an unknown price" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
     paid = hours if plan.paid_hours is None else plan.paid_hours

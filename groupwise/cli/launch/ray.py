@@ -15,7 +15,7 @@ from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-"""Powers of two."""
+"""Unit of memory -> exponent of 2."""
 
 
 def ray(
@@ -62,7 +62,7 @@ def ray(
         "resources": resources_of(resource or ()),
     }
     given = {name: value for name, value in asks.items() if value}
-    # Ray's own programs understand other kinds of address in this variable as well.
+    # Ray's own programs accept other kinds of address in this variable as well.
     usual = os.environ.get("RAY_ADDRESS", "") if cluster.host is None else ""
     if not address and usual.startswith(("http://", "https://")):
         address = usual

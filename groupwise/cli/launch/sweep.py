@@ -55,7 +55,7 @@ def sweep(
     for place in _places(at, profile):
         try:
             found.append((str(place), ask(place, swept)))
-        except CloudError as error:  # the others are to be swept all the same
+        except CloudError as error:  # the other places are still swept
             failed.append(f"{place}: {error.message}")
     failed += [f"{place}: {why}" for place, each in found for why in each.failed]
     for why in failed:
@@ -90,7 +90,7 @@ def _say_swept(found: list[tuple[str, SweepResult]], *, dry_run: bool) -> None:
 
 
 def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
-    """The places that --at names, else all paid places of jobs launched from here. Raises UsageError."""
+    """The places that --at names, otherwise all paid places of jobs launched from here. Raises UsageError."""
     from groupwise.jobs.launch import local_registry
     from groupwise.jobs.launch.places import AWS, MODAL, RENTING, JobBackend
 

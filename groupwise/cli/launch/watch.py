@@ -1,4 +1,4 @@
-"""Calls to the places of jobs, and watching a job until its results are here."""
+"""Calls to the places of jobs, and watching a job until its results are fetched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from groupwise.jobs.launch.watching import Watch
 
 STOP_GRACE = 60.0
-"""Seconds between TERM and KILL for a job that is stopped."""
+"""Seconds between SIGTERM and SIGKILL for a job that is stopped."""
 Result = TypeVar("Result")
 
 
@@ -55,8 +55,9 @@ async def find(backend: Backend, name: str) -> Handle:
 
 
 def tell_of_rented(note: Note, beside: str = "") -> None:
-    """List the machines that exist for this job and cost money, after a failure or if the job is not watched. `beside`: text added to each
-    line."""
+    """List the machines that are paid for because of this job, after a failure or if the job is not watched. `beside`: text added to each
+    line.
+    """
     from groupwise.jobs.clouds.backend import CloudError, Renting
     from groupwise.jobs.launch.rentals import of_job, stays
 
@@ -73,8 +74,7 @@ def tell_of_rented(note: Note, beside: str = "") -> None:
 
 @contextmanager
 def while_placing(note: Note) -> Generator[None]:
-    """While a job is being placed, SIGTERM and a closed terminal act like Ctrl-C; if placing fails, machines that are paid for are
-    listed."""
+    """While a job is being placed, SIGTERM and a closed terminal act like Ctrl-C. If placing fails, list the machines that are paid for."""
     with interrupting(signal.SIGTERM, signal.SIGHUP):
         try:
             yield
@@ -91,9 +91,9 @@ def watch(
     stop: bool,
     again: Callable[[Backend], Awaitable[Handle]] | None = None,
 ) -> None:
-    """Watch a job until it has ended, say how, and leave with its exit code. `stop`: Ctrl-C ends the job.
+    """Watch a job until it has ended, report the outcome, and exit with its exit code. `stop`: Ctrl-C ends the job.
 
-    `again` begins another attempt; it is called once if the job's machine was taken away.
+    `again` starts another attempt; it is called once if the job's machine was taken away.
     """
     from groupwise.jobs.clouds.backend import Outcome
     from groupwise.jobs.hosts.failures import FailureClass
@@ -140,7 +140,7 @@ def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
 
 
 def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
-    """Stop the job, however long its place does not answer, and fetch its results. Another Ctrl-C leaves without waiting."""
+    """Stop the job, retrying for as long as its place does not respond, and fetch its results. Another Ctrl-C exits without waiting."""
     from groupwise.jobs.launch.watching import patiently
 
     say(f"stopping {note.name}; Ctrl-C once more to leave without waiting for its end")
@@ -157,7 +157,7 @@ def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]
 
 
 async def stop_job(backend: Backend, name: str) -> bool:
-    """Ask the job to end, and end it after STOP_GRACE; True if it had ended already."""
+    """Ask the job to end, and kill it after STOP_GRACE seconds. Returns True if it had ended already."""
     handle = await find(backend, name)
     ended = (await backend.status(handle)).ending is not None
     await backend.cancel(handle, STOP_GRACE)
@@ -165,7 +165,7 @@ async def stop_job(backend: Backend, name: str) -> bool:
 
 
 async def _watch_to_end(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
-    """Watch a job to its end; returns its result, which is written beside the fetched files."""
+    """Watch a job to its end. Returns its result, which is also written next to the fetched files."""
     from groupwise.jobs.launch import results
     from groupwise.jobs.launch.places import reach
 
@@ -182,7 +182,7 @@ async def _watch_to_end(watching: Watch, note: Note, folder: Path) -> dict[str, 
 async def concluded(
     backend: Backend, note: Note, status: Status, fetched: Fetched, folder: Path, handle: Handle
 ) -> dict[str, Any]:
-    """Write the result beside the fetched files, then end the machine that is paid for, or say that it stays."""
+    """Write the result next to the fetched files, then end the paid machine, or report that it stays."""
     from groupwise.jobs.clouds.backend import CloudError
     from groupwise.jobs.launch import local_registry, rentals, results
 
@@ -196,7 +196,7 @@ async def concluded(
             document = {**document, **cost}
             results.write(folder, document)
         await rentals.after(backend, handle, status, folder, say)
-    except CloudError as error:  # the results are here, and shall not be lost over it
+    except CloudError as error:  # the results are here and must not be lost because of this
         say(
             f"what {note.name} ran on may still be paid for: {error.message} `groupwise launch fetch {note.name}` tries again, "
             f"`groupwise launch sweep --name {note.name}` ends it"
@@ -205,7 +205,7 @@ async def concluded(
 
 
 def folder_of(note: Note, to: Path | None) -> Path:
-    """The folder of a job's results: `to`, else the one that was given at launch, else one in the project it was launched from."""
+    """The folder of a job's results: `to`, otherwise the one given at launch, otherwise one in the project that it was launched from."""
     from groupwise.jobs.launch.results import FOLDER
 
     if to is not None:

@@ -47,9 +47,9 @@ from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
 LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
-"""The keys of the `rollout` section by what they ended."""
+"""The config key in the section `rollout` of each limit that can end a rollout."""
 MOST_NAMED = 100
-"""Tasks of a run among which a name is looked for before the search, which says what there is."""
+"""Largest number of a run's tasks for which a name is checked before the search; with more, only the search shows if it exists."""
 
 app = typer.Typer(
     name="runs",
@@ -77,7 +77,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     head = ("name", "state", "steps", "reward", "started", "model", "task")
     print_table([head, *(_info_row(info) for info in infos)])
     broken = [info for info in infos if info.broken]
-    if broken:  # one line, however many they are
+    if broken:  # one line for all of them
         others = (
             f" (and {len(broken) - 1} more, for which --json has the reasons)" if broken[1:] else ""
         )
@@ -256,7 +256,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def _print_facts(facts: Mapping[str, Any]) -> None:
     total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
     error, name = facts["error"], facts["name"]
-    # Where the result is on the hub, or why not; None if it was not to be uploaded, or the run has not ended.
+    # The result's URL on the hub, or the error; None if it was not to be uploaded, or the run has not ended.
     summary: dict[str, Any] = facts["summary"] or {}
     hub: Mapping[str, str] = summary.get("hub", {})
     uploaded = f"{hub['url']} (commit {hub['commit']})" if "commit" in hub else hub.get("url")
@@ -318,7 +318,7 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
             raise RunNotFoundError(
                 f"this run has no task '{task}': its examples name none. Those of a mixture do, see docs/how-to/data.md."
             )
-        if len(tasks) < MOST_NAMED:  # else the search shows whether there are any
+        if len(tasks) < MOST_NAMED:  # otherwise, the search shows whether there are any
             _expect_name(f"task '{task}'", task, tasks)
     if step is not None:
         last = store.last_step()
@@ -360,6 +360,6 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
 
 
 def _cut_off(view: RolloutView) -> str:
-    """Says if a limit cut the rollout off, and which one if there are several limits."""
+    """Whether a limit cut the rollout off and, if there are several limits, which one, as text."""
     limit = LIMITS.get(view.ended_by or "")
     return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""

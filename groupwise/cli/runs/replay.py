@@ -63,7 +63,7 @@ def _cells(learnt: Learnt) -> tuple[str, ...]:
 
 
 def verdict(found: Replay) -> str:
-    """The last line."""
+    """The verdict, printed as the last line."""
     if found.start_differs:
         return f"DOES NOT AGREE: it began with other weights: {found.start_differs}."
     wrong = [step for step in found.steps if step.differences]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from groupwise.training.review.rescore import Agreement, Rescored
 
 LONGEST_REASON = 600
-"""Characters that are shown: a reason may quote a completion. The file with the rollouts has all of it."""
+"""Largest number of characters shown of a reason, which may quote a completion. The file with the rollouts has the complete text."""
 
 
 def rescore(
@@ -80,7 +80,7 @@ def rescore(
         head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
         steps = [_row(f"{step}", each) for step, each in found.steps.items()]
         print_table([head, *steps, *([_row("all", found.overall)] if len(steps) > 1 else [])])
-        # What went wrong most often, and which functions never worked.
+        # The most frequent failures, and the functions that failed on every rollout.
         if found.overall.reasons:
             print_text("\nwhat failed, and why")
         for reason, count in found.overall.reasons.items():

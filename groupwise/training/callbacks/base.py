@@ -1,13 +1,14 @@
-"""Callbacks: user code that receives the events of a training run, and may make requests of it.
+"""Callbacks: user code that receives the events of a training run and may make requests of it.
 
-The loop announces an event once its effect is durable. `Callbacks` passes it to one callback after the other, in their order, and the
-loop waits for each, so that what they see and request does not depend on time. A plain method runs in a separate thread (one for all
-callbacks), so that rewards and completions under way go on meanwhile; an async one runs in the event loop. Callbacks receive copies:
-changes to them do not reach the run. One that fails is reported, and the run goes on, unless the callback is `critical`.
+The loop announces an event once its effect is durable. `Callbacks` passes it to one callback after the other, in order, and the loop
+waits for each of them, so what callbacks see and request does not depend on timing. A plain method runs in a separate thread (one for
+all callbacks), so running rewards and completions continue meanwhile; an async method runs in the event loop. Callbacks receive
+copies: changes to them do not reach the run. If a callback fails, the failure is logged and the run continues, unless the callback is
+`critical`.
 
-A checkpoint holds the callbacks' state (`Callback.state`) between two steps. A resume restores it, and announces again everything that
-came after it: first that checkpoint, then evaluations and steps. So a callback that keeps its state never sees an event twice, and one
-with effects outside the run may repeat them after a crash.
+A checkpoint holds the callbacks' state (`Callback.state`) between two steps. A resume restores that state and announces again
+everything that came after it: first the checkpoint itself, then evaluations and steps. So a callback that keeps its state never sees an
+event twice, but one with effects outside the run may repeat them after a crash.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ EVENTS = {
     "on_save": ("run", "checkpoint"),
     "on_run_end": ("run", "end"),
 }
-"""The events: methods of a callback in the order of a step, with their arguments."""
+"""The events in the order of a step: name of the callback's method -> names of its arguments."""
 
 SLOW = 60.0
-"""Seconds after which the log says which callback the run waits for."""
+"""Seconds after which a warning names the callback that the run is waiting for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The request of a callback to end the run."""
+    """A callback's request to end the run."""
 
     by: str
     """Name of the callback."""
@@ -96,7 +97,7 @@ class Observed(Protocol):
 
 
 class RunHandle:
-    """The run as one callback sees it: what it may read, and the requests that it may make."""
+    """The run as one callback sees it: the data that it may read and the requests that it may make."""
 
     def __init__(self, run: Observed, asked: ControlRequests, name: str) -> None:
         self._run = run
@@ -105,7 +106,7 @@ class RunHandle:
         self.config = View(run.config.model_dump(mode="json"))
         """The resolved config, read-only: `run.config["training"]["seed"]`, `run.config.training.seed`."""
         self.first_step = run.step
-        """Steps done when this process took the run up; 0 for a new one."""
+        """Number of steps already done when this process started or resumed the run; 0 for a new run."""
 
     @property
     def name(self) -> str:
@@ -114,32 +115,32 @@ class RunHandle:
 
     @property
     def folder(self) -> Path:
-        """The run's folder; a callback may write files of its own there."""
+        """The run's folder; a callback may write its own files there."""
         return self._run.folder.path
 
     @property
     def kind(self) -> str:
-        """The command that trains: `rl` or `sft`."""
+        """The kind of training: `rl` or `sft`."""
         return str(self._run.folder.store.get_meta().get("kind", "rl"))
 
     @property
     def step(self) -> int:
-        """Steps done; the next one has this index."""
+        """Number of steps done, and so the index of the next step (counted from 0)."""
         return self._run.step
 
     @property
     def max_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self._run.max_steps
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far."""
         return self._run.epoch()
 
     @property
     def policy(self) -> Policy:
-        """The newest policy; its files stand for the next steps only, those of a checkpoint for longer."""
+        """The newest policy. Its files exist only for the next few steps; those of a checkpoint are kept for longer."""
         return self._run.policy
 
     @property
@@ -150,15 +151,15 @@ class RunHandle:
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
     ) -> dict[str, list[tuple[int, float]]]:
-        """Curves from the record: name -> (step, value), from step `since` on; all of them without `names`."""
+        """Metrics from the run's record: name -> [(step, value), …], from step `since` on. Without `names`, all metrics."""
         return self._run.folder.store.metrics(names, since)
 
     def keep_for_replay(self, draws: Iterable[int]) -> None:
-        """Keep the prompts of these draws of the step under way in the replay buffer, once the step is committed."""
+        """Put the prompts of these draws of the current step into the replay buffer once the step is committed."""
         self._run.keep_for_replay(draws)
 
     def record_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Record an evaluation by the callback; it replaces an earlier one of the same step, name and policy."""
+        """Record an evaluation that the callback made. It replaces an earlier one of the same step, name and policy."""
         self._run.folder.store.add_evaluation(evaluation)
 
     def say(self, text: str) -> None:
@@ -167,15 +168,15 @@ class RunHandle:
 
     @property
     def interrupted(self) -> bool:
-        """True once Ctrl-C or SIGTERM has asked the run to end; a callback that waits long should check it regularly."""
+        """True once Ctrl-C or SIGTERM has asked the run to end. A callback that waits for long should check this regularly."""
         return self._run.interruption.asked is not None
 
     def leave(self, what: str) -> None:
-        """Call in `on_run_end` of a finished run to leave work undone. The run counts as interrupted, so that a resume does it."""
+        """Call this in `on_run_end` of a finished run to leave work to a resume. The run then counts as interrupted."""
         self._asked.left.append(what)
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step, whole and with its final weights; `reason` stands in its summary."""
+        """End the run after this step, in good order and with final weights. The run's summary contains `reason`."""
         if self._asked.stop is None:
             self._asked.stop = Stop(self._name, reason)
 
@@ -184,58 +185,58 @@ class RunHandle:
         self._asked.save = True
 
     def evaluate(self) -> None:
-        """Answer the held-out prompts after this step."""
+        """Evaluate on the held-out prompts after this step."""
         self._asked.evaluate = True
 
 
 EventResult = Awaitable[None] | None
-"""Return type of an event's method: None, or an awaitable if it is async."""
+"""Return type of an event's method: None, or an awaitable if the method is async."""
 
 
 class Callback:
-    """Override the events that you want to hear of, as plain or async methods. See docs/how-to/callbacks.md."""
+    """Base class of callbacks: override the events that you need, as plain or async methods. See docs/how-to/callbacks.md."""
 
     critical: bool = False
-    """True: the run ends when a method of this callback fails."""
+    """True: the run fails if a method of this callback raises."""
     last: bool = False
-    """True: it is called after the other callbacks, because it shows what they record."""
+    """True: this callback is called after the others, because it shows what they record."""
 
     def claim(self) -> str | None:
-        """Name what it needs exclusively, asked after `check`: two callbacks with an equal claim are refused."""
+        """Name the resource that this callback needs exclusively; called after `check`. Two callbacks with an equal claim are refused."""
         return None
 
     def check(self, config: View) -> None:
-        """Before anything is loaded: raise ValueError if this callback has nothing to do, or no means, in such a run."""
+        """Called before anything is loaded. Raise ValueError if the callback cannot work in such a run, or has nothing to do in it."""
 
     def on_run_begin(self, run: RunHandle) -> EventResult:
-        """Everything is built, and a resumed run taken back to its checkpoint; `load_state` was called before."""
+        """The run is built and, if resumed, restored to its checkpoint; `load_state` was called before."""
 
     def on_step_begin(self, run: RunHandle) -> EventResult:
-        """The next step begins: its groups are asked for, or waited for."""
+        """The next step starts: the loop now draws its groups, or waits for them."""
 
     def on_groups(
         self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]
     ) -> EventResult:
-        """The groups of the step are drawn and scored, and not yet learnt from. Others were drawn for the `rejected` ones."""
+        """The step's groups are drawn and scored, but not yet trained on. `rejected` are groups that others were drawn to replace."""
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> EventResult:
-        """A step is committed, and `run.step` counts it; these are all its metrics."""
+        """A step is committed and included in `run.step`; `metrics` are all its metrics."""
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> EventResult:
-        """Held-out data were answered by the policy after `evaluation.step` steps; metrics and rows are recorded."""
+        """The policy after `evaluation.step` steps was evaluated on held-out data; metrics and rows are recorded."""
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> EventResult:
-        """The checkpoint after `run.step` steps stands complete in this folder."""
+        """The checkpoint after `run.step` steps is complete in this folder."""
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> EventResult:
-        """The run ended, and its folder says how."""
+        """The run ended, and the outcome is written in its folder."""
 
     def state(self) -> Any:
-        """State that must survive a resume, as plain JSON (finite numbers, text, lists, dicts with text as keys); None: nothing."""
+        """State that must survive a resume, as plain JSON: finite numbers, strings, lists, dicts with string keys. None: no state."""
         return None
 
     def load_state(self, state: Any) -> None:
-        """Take back what `state` returned at the checkpoint that the run goes on from."""
+        """Restore the value that `state` returned for the checkpoint from which the run resumes."""
 
 
 def overrides(callback: Callback, method: str) -> bool:
@@ -245,13 +246,13 @@ def overrides(callback: Callback, method: str) -> bool:
 
 @dataclass(slots=True)
 class ControlRequests:
-    """Requests of callbacks to the run."""
+    """The requests of all callbacks to the run."""
 
     stop: Stop | None = None
     save: bool = False
     evaluate: bool = False
     left: list[str] = field(default_factory=list[str])
-    """Work of a finished run that is not done."""
+    """Descriptions of the work that a finished run leaves to a resume (see `RunHandle.leave`)."""
 
 
 @dataclass(slots=True)
@@ -264,58 +265,58 @@ class _Member:
 
 
 class Callbacks:
-    """The callbacks of one run: passes events to them, and keeps their requests."""
+    """The callbacks of one run: passes events to them and collects their requests."""
 
     def __init__(self, callbacks: Iterable[tuple[str, Callback]] = ()) -> None:
         self._members: list[_Member] = []
         for name, callback in sorted(callbacks, key=lambda named: named[1].last):
-            # A name that is taken gets a number.
+            # Number repeated names, so that each callback has its own: x, x-2, …
             taken = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
             self._members.append(_Member(f"{name}-{taken + 1}" if taken else name, callback))
         self._asked = ControlRequests()
         self._run: Observed | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None
         self._announced: list[str] = []
-        """The announced evaluations of the present policy."""
+        """Evaluations of the current policy that were already announced, by name and prompts."""
         self._announced_save: int | None = None
         self._between_steps: dict[str, Any] | None = None
-        """While a step is under way: the state before it."""
+        """During a step: the callbacks' state from before the step, which is what a checkpoint must hold. Otherwise None."""
 
     @property
     def names(self) -> list[str]:
-        """Their names in messages and checkpoints, in order."""
+        """The callbacks' names in messages and checkpoints, in order."""
         return [member.name for member in self._members]
 
-    # Their requests
+    # Requests
 
     @property
     def stop(self) -> Stop | None:
-        """The callback that wants the run to end after this step, and its reason."""
+        """The request to end the run after this step, with the callback that made it; None if there is none."""
         return self._asked.stop
 
     @property
     def left(self) -> Sequence[str]:
-        """Work that a finished run did not wait for and a resume will do."""
+        """Descriptions of the work that a finished run leaves to a resume."""
         return self._asked.left
 
     def save_was_asked(self) -> bool:
-        """True if a checkpoint is wanted now; reading it clears the request."""
+        """True if a checkpoint was requested; reading clears the request."""
         save_requested, self._asked.save = self._asked.save, False
         return save_requested
 
     @property
     def evaluation_was_asked(self) -> bool:
-        """True until a wanted evaluation was announced or given up, also across an interruption."""
+        """True from the request for an evaluation until one is announced or the request is dropped; survives a resume."""
         return self._asked.evaluate
 
     def give_up_evaluation(self) -> None:
-        """Drop the request for an evaluation, because it cannot be made."""
+        """Drop the request for an evaluation, because none can be made."""
         self._asked.evaluate = False
 
     # Events
 
     async def begin(self, run: Observed) -> None:
-        """The run begins or goes on. The checkpoint that it goes on from is announced: it was not when it was written."""
+        """Start the callbacks of a new or resumed run. Announces the checkpoint that it resumes from, if that was not announced yet."""
         self._run = run
         if not self._members:
             return
@@ -327,33 +328,33 @@ class Callbacks:
         await self.saved()
 
     async def step_begins(self) -> None:
-        """A step is about to be drawn."""
+        """Announce that a step is about to be drawn."""
         self._between_steps = self._state_now()
         await self._announce("on_step_begin")
 
     async def groups_scored(self, groups: Sequence[Group], rejected: Sequence[Group] = ()) -> None:
-        """The groups of a step are there."""
+        """Announce the scored groups of a step."""
         await self._announce("on_groups", lambda: (_copy_groups(groups), _copy_groups(rejected)))
 
     async def step_committed(self, metrics: Mapping[str, float]) -> None:
-        """A step is committed to the record."""
+        """Announce a step that is committed to the record."""
         self._between_steps = None
         self._announced.clear()
         await self._announce("on_step_end", lambda: (dict(metrics),))
 
     async def evaluated(self, record: EvaluationRecord) -> None:
-        """An evaluation is in the record, now or since before a resume. Announced once, if it is of the present policy."""
+        """Announce a recorded evaluation, also one from before a resume; once only, and only if it is of the current policy."""
         if self._run is None or record.step != self._run.step:
             return
         self._asked.evaluate = False
-        key = f"{record.name} {record.asked}".strip()  # other prompts make it another evaluation
+        key = f"{record.name} {record.asked}".strip()  # other prompts: another evaluation
         if key in self._announced:
             return
         self._announced.append(key)
         await self._announce("on_evaluate", lambda: (copy.deepcopy(record),))
 
     async def saved(self) -> None:
-        """Announce the checkpoint of the steps done, if there is one that was not announced yet."""
+        """Announce the checkpoint of the current step, if there is one that was not announced yet."""
         run = self._run
         if run is None or run.saved_step != run.step or self._announced_save == run.step:
             return
@@ -362,9 +363,9 @@ class Callbacks:
         await self._announce("on_save", lambda: (folder,))
 
     async def end(self, end: RunEnd) -> None:
-        """The run ended. If it failed, its own error is reported, and errors of callbacks are only logged.
+        """Announce the end of the run. If the run itself failed, errors of callbacks are only logged, so its own error is reported.
 
-        Once one callback leaves work to a resume, the later ones see an interrupted run.
+        After one callback has left work to a resume, the callbacks after it see an interrupted run.
         """
 
         def ended() -> tuple[RunEnd]:
@@ -383,18 +384,18 @@ class Callbacks:
                 logger.warning("the callback %s failed: %s; see log.txt", member.name, what)
 
     def close(self) -> None:
-        """End the thread; one that hangs in a callback does not keep the process alive."""
+        """Close the thread. It is a daemon: a callback that hangs in it does not keep the process alive."""
         if self._thread is not None:
             self._thread.close()
 
-    # Their state in checkpoints
+    # State in checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Their state after the steps done, as plain JSON."""
+        """The state of all callbacks after the last committed step, as plain JSON."""
         return self._between_steps or self._state_now()
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """The inverse of `state`. What belongs to a callback that is not there any more is forgotten."""
+        """Restore what `state` returned. State of callbacks that are no longer configured is dropped."""
         states = saved.get("states", {})
         for member in self._members:
             if member.name in states:
@@ -420,7 +421,7 @@ class Callbacks:
             "stop": asdict(self._asked.stop) if self._asked.stop else None,
         }
 
-    # Calling them
+    # Calls
 
     async def _announce(
         self, event: str, given: Callable[[], tuple[Any, ...]] = lambda: ()
@@ -434,7 +435,7 @@ class Callbacks:
     async def _call(
         self, member: _Member, event: str, given: Callable[[], tuple[Any, ...]]
     ) -> BaseException | None:
-        """Call one callback; returns what it raised."""
+        """Call one callback; returns the exception that it raised, or None."""
         assert self._thread is not None
         try:
             method, arguments = getattr(member.callback, event), (member.handle, *given())
@@ -454,7 +455,10 @@ class Callbacks:
     async def _wait_for(
         self, work: Coroutine[Any, Any, BaseException | None], member: _Member, event: str
     ) -> BaseException | None:
-        """Wait as long as it takes. The work is a task of its own, so that code that cancels itself does not cancel the run."""
+        """Wait for a callback without a time limit; a warning is logged after `SLOW` seconds.
+
+        The callback runs in its own task, so code that cancels itself does not cancel the run.
+        """
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait((task,), timeout=SLOW)
@@ -479,7 +483,7 @@ class Callbacks:
             return None
 
     def _report_failure(self, member: _Member, event: str, error: BaseException) -> None:
-        """Raise if the callback is critical; otherwise warn the first time, and log it afterwards."""
+        """Raise if the callback is critical; otherwise log a warning the first time per event and an info line after that."""
         explanation = explain(error)
         if member.callback.critical:
             raise CallbackError(
@@ -498,7 +502,7 @@ class Callbacks:
 
 
 class _Caller:
-    """Runs plain methods in a thread. Their errors are returned, because some cannot be put into a future."""
+    """Runs plain methods in the thread. Errors are returned, because a future cannot hold every exception (StopIteration, for one)."""
 
     def begin(self) -> None:
         pass
@@ -506,7 +510,7 @@ class _Caller:
     def do(self, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         try:
             return job(), None
-        except BaseException as error:  # noqa: BLE001 — whatever it is, it must not end the thread
+        except BaseException as error:  # noqa: BLE001 — no error of a callback may end the thread
             return None, error
 
     def end(self) -> None:
@@ -514,7 +518,7 @@ class _Caller:
 
 
 def _json_state(callback: Callback) -> Any:
-    """A callback's state, as a resume will return it. Raises ValueError if JSON would change it."""
+    """A callback's state as a resume will return it. Raises ValueError if a round trip through JSON would change it."""
     state = callback.state()
     try:
         copied = json.loads(json.dumps(state, allow_nan=False))
@@ -531,7 +535,7 @@ def _json_state(callback: Callback) -> Any:
 
 
 def _copy_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Copies of groups: nothing mutable in them belongs to the run."""
+    """Copies of groups that share nothing mutable with the run."""
     return tuple(
         replace(
             group,

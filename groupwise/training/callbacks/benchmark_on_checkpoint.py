@@ -1,18 +1,17 @@
-"""The callback `benchmark_on_checkpoint`: evaluates each checkpoint by another process, beside the training.
+"""The callback `benchmark_on_checkpoint`: evaluates each checkpoint in a separate process while training continues.
 
-A checkpoint's weights are linked into a folder of the run's own, so that they outlive it, and a process is started on them as soon as
-one of `max_processes` is free. Processes are looked after at the run's events, where what they found is recorded, and never waited for
-before the run has finished; Ctrl-C then leaves them to a resume, and so does a death. What has ended well leaves a result that names
-the weights by their hash, so no checkpoint is evaluated twice, and one whose evaluation was interrupted is evaluated when the run goes
-on.
+A checkpoint's weights are linked (or copied) into a folder of the callback, so they outlive the checkpoint. A process evaluates them as
+soon as fewer than `max_processes` are running. The callback polls its processes at the run's events and records the results then; only a
+finished run waits for them. After Ctrl-C or a crash, a resume evaluates the rest. A successful evaluation leaves a result that names the
+weights by their hash, so no checkpoint is evaluated twice; an interrupted evaluation is repeated on resume.
 
     benchmarks/LABEL/step-N/files/         the weights, while they are needed
     benchmarks/LABEL/step-N/weights.json   their hash
-    benchmarks/LABEL/step-N/result-*.json  what the process writes
-    benchmarks/LABEL/step-N/log.txt        what it said; it stays where the process failed
-    results/LABEL-step-N.json              what it found
+    benchmarks/LABEL/step-N/result-*.json  the output of the process
+    benchmarks/LABEL/step-N/log.txt        the log of the process; kept if it failed
+    results/LABEL-step-N.json              the result
 
-Suites by name are asked by a process of `groupwise eval`, which serves the weights meanwhile.
+Named suites are run by a process of `groupwise eval`, which serves the weights for that time.
 """
 
 from __future__ import annotations
@@ -53,37 +52,37 @@ FILES = "files"
 WEIGHTS = "weights.json"
 LOG = "log.txt"
 OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
-"""Options of `groupwise eval` whose names differ from the parameters."""
+"""The options of `groupwise eval` whose names differ from this callback's parameters: parameter -> option."""
 POLL_INTERVAL = 0.1
-"""Seconds between two looks at processes that a finished run waits for."""
+"""Seconds between two polls while a finished run waits for its processes."""
 REMINDER = 60.0
-"""Seconds between two lines that say what it waits for."""
+"""Seconds between two log lines about the evaluations that a finished run waits for."""
 NICENESS = 10
-"""The niceness of the processes, so that the training has priority."""
+"""Nice value of the processes, so that training has priority."""
 
 
 @dataclass(slots=True)
 class _Started:
-    """A process under way."""
+    """A running evaluation process."""
 
     step: int
     family: Family
-    """The process, with all that it starts."""
+    """The process with all its descendants."""
     output: Path
     began: float
 
 
 class BenchmarkOnCheckpoint(Callback):
-    """Evaluates checkpoints by `config` (a file that `groupwise eval` takes, with `task_module` and `overrides`), `command` or `suites`.
+    """Evaluates checkpoints by `config` (a config of `groupwise eval`, with `task_module` and `overrides`), `command` or `suites`.
 
-    A command is a list of words, in which {policy} stands for the folder with the weights, {output} for the JSON file that it is to
-    write, {step} and {run} for what they say. The file has numbers, or an object `metrics` with numbers, which are
-    recorded under `label`. At most `max_processes` are under way at once, each for at most `time_limit` seconds; a run that has finished
-    waits for them.
+    A command is a list of words, in which {policy} is replaced by the folder of the weights, {output} by the JSON file to write, {step}
+    by the number of steps and {run} by the run's name. The file contains numbers, or an object `metrics` with numbers, which are
+    recorded under `label`. At most `max_processes` evaluations run at once, each for at most `time_limit` seconds; a finished run waits
+    for them.
 
-    Suites need `serve`, a list of words that serve the weights; see `groupwise.training.suites.serving`. `model` says which of the served
-    models is the policy, where there are several; `program` how lighteval is run. The other parameters say how questions are answered. The
-    time limit is that of the server's start, and of each suite.
+    Suites need `serve`, a list of words that serve the weights; see `groupwise.training.suites.serving`. If the server has several
+    models, `model` names the policy. `program` is the command that runs lighteval. The other parameters are sampling options. The time
+    limit then applies to the start of the server and to each suite.
     """
 
     def __init__(
@@ -129,9 +128,9 @@ class BenchmarkOnCheckpoint(Callback):
         self.max_processes = max_processes
         self.time_limit = time_limit
         self._verbatim: tuple[str, ...] = ()
-        """Words behind the command in which nothing is filled in."""
+        """Arguments appended to the command, in which placeholders such as {policy} are not filled in."""
         self._program: tuple[str, ...] | None = None
-        """The command that runs lighteval, if suites are asked."""
+        """The command that runs lighteval, if `suites` are given; None otherwise."""
         given = {
             "samples": samples_per_prompt,
             "temperature": temperature,
@@ -158,15 +157,15 @@ class BenchmarkOnCheckpoint(Callback):
         else:
             self.command = command or _evaluation(config or "", task_module, overrides)
         self._waiting: list[int] = []
-        """Steps of prepared checkpoints, in order."""
+        """Steps of the checkpoints that are ready to be evaluated, in order."""
         self._started: list[_Started] = []
 
     def claim(self) -> str:
-        """The results of two with the same label would be mixed up."""
+        """Refuse a second callback with this label, because their results would be mixed up."""
         return f"the label {self.label!r}"
 
     def check(self, config: View) -> None:
-        """The program and the config must be there."""
+        """Raise ValueError if the config file or the program does not exist."""
         if self.config is not None and not Path(self.config).is_file():
             raise ValueError(f"there is no file {self.config!r} (looked in {Path.cwd()}).")
         if shutil.which(self.command[0]) is None:
@@ -178,7 +177,7 @@ class BenchmarkOnCheckpoint(Callback):
                 find_program(self._program)
 
     def on_run_begin(self, run: RunHandle) -> None:
-        """Continue with what an earlier process had prepared, and record again what the record lost."""
+        """Record finished results that the run's record lacks, and queue the checkpoints that an earlier process left."""
         for folder in sorted(self._folder(run).glob("step-*"), key=_step_of):
             step = _step_of(folder)
             if step > run.step or not (folder / FILES).is_dir():
@@ -191,15 +190,15 @@ class BenchmarkOnCheckpoint(Callback):
         self._poll(run)
 
     def on_step_begin(self, run: RunHandle) -> None:
-        """Record what has ended."""
+        """Record evaluations that have ended and start the next ones."""
         self._poll(run)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """Record what has ended."""
+        """Record evaluations that have ended and start the next ones."""
         self._poll(run)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
-        """Queue the checkpoint, unless its weights have been evaluated."""
+        """Queue the checkpoint, unless these weights have a result already; then record that."""
         known = self._result(run, run.step, _weights_of(checkpoint))
         if known is not None:
             self._record(run, run.step, known)
@@ -213,7 +212,7 @@ class BenchmarkOnCheckpoint(Callback):
         self._poll(run)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """A finished run waits for its processes, until Ctrl-C; any other ends them, and starts them again when it is resumed."""
+        """A finished run waits for its evaluations until Ctrl-C. Any other end of a run kills them; a resume starts them again."""
         if end.state == "finished":
             self._wait(run)
         if self._waiting or self._started:
@@ -243,7 +242,7 @@ class BenchmarkOnCheckpoint(Callback):
     # Processes
 
     def _poll(self, run: RunHandle) -> None:
-        """Record the processes that have ended, and start new ones in free places."""
+        """Record the processes that have ended, kill those over the time limit, and start new ones up to `max_processes`."""
         for each in list(self._started):
             if each.family.ended:
                 self._started.remove(each)
@@ -316,7 +315,7 @@ class BenchmarkOnCheckpoint(Callback):
         run.say(f"{self.label} of step-{step}: {numbers}")
 
     def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
-        """The stored result for these weights, if there is one."""
+        """The stored result for these weights at this step, or None."""
         ours = re.compile(
             rf"{re.escape(self.label)}-step-{step}(-\d+)?"
         )  # not one of a longer label
@@ -335,7 +334,7 @@ class BenchmarkOnCheckpoint(Callback):
 
 
 def _checked_label(label: str) -> str:
-    """Raise ValueError for a label that cannot name a folder, or has another meaning."""
+    """Raise ValueError if a label cannot be a folder's name, or is one of the names of the run's own evaluations."""
     if not RUN_NAME.fullmatch(label):
         raise ValueError(
             f"label is {label!r}; it names a folder, so use letters, digits, `.`, `_` and `-`, beginning with a letter or digit."
@@ -350,7 +349,7 @@ def _checked_label(label: str) -> str:
 def _checked_suites(
     suites: tuple[str, ...], serve: tuple[str, ...], asking: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The full names of the suites. Raises ValueError for what could not be asked."""
+    """The full names of the suites. Raises ValueError if a suite cannot be run with these options."""
     if not serve:
         raise ValueError(
             "suites are asked of a server: give `serve`, a list of words that serve the weights, such as "
@@ -367,7 +366,7 @@ def _checked_suites(
 
 @contextmanager
 def _usage_as_value_error() -> Generator[None]:
-    """Turn a UsageError into the ValueError of a callback."""
+    """Convert a UsageError to the ValueError that a callback must raise."""
     try:
         yield
     except UsageError as error:
@@ -375,7 +374,7 @@ def _usage_as_value_error() -> Generator[None]:
 
 
 def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) -> tuple[str, ...]:
-    """The command that asks suites; options that are None are left to `groupwise eval`."""
+    """The command that runs suites. Options that are None are omitted, so `groupwise eval` uses its defaults."""
     suite_options = [word for suite in suites for word in ("--suite", suite)]
     options = [
         word
@@ -392,7 +391,7 @@ def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) 
 def _evaluation(
     config: str, task_module: str | None, overrides: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The command that evaluates by a config."""
+    """The `groupwise eval` command for a config file."""
     task = ("--task-module", task_module) if task_module else ()
     return (
         *(sys.executable, "-P", "-m", "groupwise", "eval", "--config", config, *task),
@@ -411,19 +410,19 @@ def _step_of(folder: Path) -> int:
 
 
 def _weights_in(place: Path) -> str:
-    """The hash of the weights that were kept for an evaluation."""
+    """The hash of the weights that are kept in an evaluation's folder."""
     return json.loads((place / WEIGHTS).read_bytes())
 
 
 def _weights_of(checkpoint: Path) -> str:
-    """The hashes of a checkpoint's weights, from its manifest."""
+    """The SHA-256 hashes of a checkpoint's safetensors files from its manifest, 16 hex digits each, joined by spaces."""
     files = checkpoints.read(checkpoint).files
     names = [file.name for file in weight_files(checkpoint) if file.suffix == ".safetensors"]
     return " ".join(files[name].sha256[:16] for name in names)
 
 
 def _read_result(output: Path) -> dict[str, Any]:
-    """Read what a process wrote. Raises ValueError if it is not what it was to write."""
+    """Read the JSON output of a process. Raises ValueError if it is missing or contains no metrics."""
     try:
         content = json.loads(output.read_bytes())
     except (OSError, ValueError) as error:
@@ -434,7 +433,7 @@ def _read_result(output: Path) -> dict[str, Any]:
 
 
 def _metrics(content: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of `metrics`, or those at the top."""
+    """The finite numbers in the object `metrics` or, without that object, at the top level."""
     given = content.get("metrics", content)
     found = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     return {

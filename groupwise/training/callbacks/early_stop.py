@@ -12,10 +12,10 @@ from groupwise.training.callbacks.base import Callback, RunHandle
 
 
 class EarlyStop(Callback):
-    """Ends the run after `patience` evaluations (or steps) in a row in which a metric did not get better.
+    """Ends the run after `patience` evaluations (or steps) in a row in which a metric did not improve.
 
-    Better is more than `min_delta` above the best so far, or below it with `mode: min`. Without a mode, it is `min` if the
-    metric's name contains "loss". The evaluation before training counts: it is what training has to beat.
+    An improvement is more than `min_delta` above the best value so far or, with `mode: min`, below it. Without a mode, it is `min` if the
+    metric's name contains "loss". The evaluation before training counts as the first value to improve on.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class EarlyStop(Callback):
         self.observe = observe
         self.best: float | None = None
         self.best_step = 0
-        """Steps done when it was seen."""
+        """Number of steps done at the best value."""
         self.not_better = 0
-        """Observations since the best one."""
+        """Number of observations since the best value."""
         self._asked = ""
-        """The `asked` of the evaluations so far; empty before the first."""
+        """The held-out prompts (`asked`) of the evaluations so far; empty before the first evaluation."""
         self._missed = False
 
     def check(self, config: View) -> None:
-        """There must be something to observe."""
+        """Raise ValueError if the run makes no evaluations that could be observed."""
         # An RL run has evaluations during training only with eval_steps; an SFT run has them by default.
         rl = "before_and_after" in config.eval
         if self.observe == "evaluations" and rl and config.eval.eval_steps is None:
@@ -55,21 +55,21 @@ class EarlyStop(Callback):
             )
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """One observation, if steps are observed."""
+        """Observe the step's metrics, if steps are observed."""
         if self.observe == "steps":
             self._look(run, metrics)
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
-        """One observation, if evaluations are observed."""
+        """Observe the evaluation's metrics, if evaluations are observed."""
         if self.observe == "evaluations":
-            # A best value on other held-out prompts does not compare.
+            # A best value on other held-out prompts is not comparable.
             if self._asked and evaluation.asked != self._asked:
                 self.best, self.best_step, self.not_better = None, 0, 0
             self._asked = evaluation.asked
             self._look(run, dict(evaluation.metrics))
 
     def state(self) -> dict[str, Any]:
-        """The best so far, and how long ago it was."""
+        """The best value and its step, and the number of observations since."""
         return {
             "best": self.best,
             "best_step": self.best_step,
@@ -78,7 +78,7 @@ class EarlyStop(Callback):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `state`."""
+        """Restore what `state` returned."""
         self.best, self.best_step = state["best"], state["best_step"]
         self.not_better = state["not_better"]
         self._asked = state.get("asked", "")
@@ -86,8 +86,8 @@ class EarlyStop(Callback):
     def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)
         if value is None:
-            # A step may lack a metric, as a loss if no group taught; say so once, because the name
-            # may be wrong.
+            # A step may lack a metric (no group had a signal, so there is no loss); report that once, because the
+            # name may be wrong.
             if not self._missed:
                 self._missed = True
                 near = nearest(self.metric, metrics)

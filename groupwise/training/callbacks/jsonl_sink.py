@@ -1,9 +1,12 @@
-"""The sink `jsonl`: `metrics.jsonl` in the run's folder, `completions.jsonl` with the rollouts to show, and `evaluations.jsonl` with the
-evaluations that other processes made of checkpoints.
+"""The sink `jsonl`: JSON Lines files in the run's folder.
 
-All are only added to, so that a program may follow them, and each line is on the disk before the next step begins. A process that was
-killed may leave half a line, or rollouts and findings whose line of metrics was not written yet; and a run that goes on from a
-checkpoint draws steps again. When it is taken up, what stands behind the last whole line of the steps done is therefore cut off.
+    metrics.jsonl      the metrics, one row for each step
+    completions.jsonl  the rollouts to show
+    evaluations.jsonl  evaluations of checkpoints that other processes made
+
+The files are append-only, so other programs can follow them. Each row is on disk before the next step starts. A process that was killed
+may leave half a line, or rollouts and findings without their row of metrics; and a run that resumes from a checkpoint draws steps
+again. So everything after the last complete row of the steps done is cut off on resume.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ METRICS = "metrics.jsonl"
 COMPLETIONS = f"{TABLE}.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 KNOWN_AFTER = "known_after"
-"""Steps done of the line with which a finding came; its `step` says which policy it is about."""
+"""Key with the number of steps of the row that a finding was sent with; the finding's own `step` is that of its policy."""
 OURS = ("step", "wall_time")
-"""Keys of each line; a task's metric of such a name is kept as `task/<name>`."""
+"""Keys of every row; a task's metric of the same name is stored as `task/<name>`."""
 
 
 class JsonlSink:
-    """Steps done, time and metrics as one flat object for each line."""
+    """Writes the number of steps, the time and the metrics as one flat JSON object per row."""
 
     package = "json"
 
@@ -35,10 +38,10 @@ class JsonlSink:
         self._folder = Path()
 
     def check(self, config: View) -> None:
-        """Nothing can be missing."""
+        """Do nothing: no package or server is needed."""
 
     def begin(self, run: Reported) -> int:
-        """Keep the whole lines of the steps done."""
+        """Keep the complete rows of the steps done and cut off everything after them."""
         self._folder = run.folder
         steps_written = _truncate(run.folder / METRICS, run.steps)
         _truncate(run.folder / COMPLETIONS, steps_written)
@@ -46,7 +49,7 @@ class JsonlSink:
         return steps_written
 
     def line(self, line: MetricsRow) -> None:
-        """Write rollouts and findings first: they count only once the line of metrics follows."""
+        """Write rollouts and findings first: they count only once the row of metrics follows."""
         if line.findings:
             found = [
                 {"step": each.steps, KNOWN_AFTER: line.steps, **each.values}
@@ -61,7 +64,7 @@ class JsonlSink:
         atomic_files.append(self._folder / METRICS, _encode_rows([row]))
 
     def end(self, state: State) -> None:
-        """All is written."""
+        """Do nothing: every row is on disk already."""
 
 
 def _encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -71,7 +74,7 @@ def _encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _truncate(file: Path, last: int, key: str = "step") -> int:
-    """Cut off torn lines and those after `last` steps; `key` holds the steps of a line. Returns the steps of the last line that is left."""
+    """Cut off incomplete lines and lines after `last` steps; `key` holds a line's steps. Returns the steps of the last line kept."""
     steps_written, size = NOTHING, 0
     if not file.exists():
         return steps_written
@@ -87,7 +90,7 @@ def _truncate(file: Path, last: int, key: str = "step") -> int:
 
 
 def _steps(line: bytes, key: str) -> int | None:
-    """The steps done of a line; None if the line is not whole."""
+    """The number of steps of a line; None if the line is not complete."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""The callback `loss_logging`: the course of the loss, in the log and as a table that any program reads."""
+"""The callback `loss_logging`: writes the course of the loss to the log and to a CSV file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ COLUMNS = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "learni
 class LossLogging(Callback):
     """Writes `file` into the run's folder: a row for each step (from 0), a column for each of `metrics`.
 
-    A metric that a step does not have stays empty; one that none has had is named once, unless it is a default. When a run begins or
-    is resumed, the file is written again from its record, so that it has each step once, however the run ended before. Every
-    `run.logging_steps` steps the same numbers go to the log.
+    A metric that a step lacks leaves an empty cell; a metric that the first step lacks is reported once, unless it is a default. When a run
+    starts or is resumed, the file is written again from the record, so it contains each step once even after a crash. Every
+    `run.logging_steps` steps, the same numbers are logged.
     """
 
     def __init__(self, metrics: tuple[str, ...] = COLUMNS, file: str = FILE) -> None:
@@ -37,14 +37,14 @@ class LossLogging(Callback):
         self.metrics = tuple(metrics)
         self.file = file
         self._doubted = () if self.metrics == COLUMNS else self.metrics
-        """Metrics that may not be known."""
+        """Metrics named by the user, for which a warning is due if the run does not have them."""
 
     def claim(self) -> str:
-        """Two tables cannot stand in one file."""
+        """Refuse a second callback that writes to the same file."""
         return f"the file {self.file}"
 
     def on_run_begin(self, run: RunHandle) -> None:
-        """The steps so far."""
+        """Write the file again with the steps so far."""
         curves = {name: dict(curve) for name, curve in run.metrics(self.metrics).items()}
         rows = [
             [step, *(curves.get(name, {}).get(step, "") for name in self.metrics)]
@@ -56,11 +56,11 @@ class LossLogging(Callback):
         self._doubted = tuple(name for name in self._doubted if name not in curves)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """One more."""
+        """Append the step's row."""
         row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
         with (run.folder / self.file).open("a", encoding="utf-8", newline="") as opened:
             opened.write(_table([row]))
-        # Warn once of metrics that are missing: a step may lack one, as a loss if no group taught, but the name may also be wrong.
+        # Warn once about missing metrics: a step may lack one (no group had signal, so there is no loss), but the name may also be wrong.
         doubted, self._doubted = self._doubted, ()
         for unknown_name in doubted:
             if unknown_name in metrics:

@@ -1,12 +1,11 @@
-"""The sink `mlflow`: a tracking server or a database file, as MLFLOW_TRACKING_URI says; without it `mlflow.db` in the current folder.
+"""The sink `mlflow`: the tracking server or database file of MLFLOW_TRACKING_URI; without it, `mlflow.db` in the current folder.
 
-MLflow keeps whatever it is sent, a point that comes twice twice. So its run carries a tag with our run's id, which finds it again, and
-which says up to which line it is there; the tag is set once the line is. A process that was killed in between has sent one line more, or
-part of it: of that line only the metrics are sent that are not there yet.
+MLflow does not deduplicate: a point that is sent twice is stored twice. So the MLflow run has a tag whose name contains our run's id, by
+which a resume finds it. The tag's value is the last row sent; it is set after the row. A process that was killed in between has sent
+one more row, or a part of it: of that row, only the missing metrics are sent.
 
-Only MLflow's client is used, not its notion of the active run, which asks git and belongs to the code of tasks. What the client reads
-from its environment holds (MLFLOW_TRACKING_USERNAME, MLFLOW_RUN_ID …), but usage is not reported to its makers unless the environment asks
-for that, and a server that does not answer is not waited for as long as the client would.
+Only MLflow's client is used, not its global "active run", because that calls git and belongs to the code of tasks. The client is
+configured by environment variables; they are set to wait less long for an unresponsive server than it does by default.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ logger = logging.getLogger(__name__)
 EXPERIMENT = "groupwise"
 STATUS: dict[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 LONGEST_VALUE = 500
-"""Longest param in characters; older servers take no more. The file `config.json` has the whole values."""
+"""Longest param in characters; older servers take no more. The file `config.json` has the full values."""
 LONGEST_MESSAGE = 400
-"""Longest quotation of the client's messages, in characters."""
+"""Longest quotation from the client's messages, in characters."""
 
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -44,21 +43,24 @@ QUIET = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 AT_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""A user waits for the answer whether the config is right: half a minute at most."""
+"""Retries and timeout in seconds for the check of the config: the user waits for it, so at most half a minute."""
 PATIENTLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-"""The run waits: a minute for a server that starts again. The client's own 7 retries are four minutes, and 120 s for each answer."""
+"""Retries and timeout in seconds during the run: about a minute, enough for a server to restart.
+
+The client's own defaults are 7 retries (four minutes) and 120 s for each response.
+"""
 
 
 class MlflowError(Exception):
-    """An error of the client, without passwords: an address may hold one."""
+    """An error of the client without passwords, which its message may contain as part of an address."""
 
 
 class Refusal(ValueError):
-    """A refusal of this sink itself."""
+    """An error that this sink itself raises, with advice to the user."""
 
 
 class MlflowSink:
-    """Metrics by steps done, the config as params, and files: config.json, and a table of rollouts for each line that has one."""
+    """Sends metrics by steps done, the config as params, and files: config.json, and a CSV table of rollouts for each row that has one."""
 
     package = "mlflow"
 
@@ -67,13 +69,13 @@ class MlflowSink:
         self._run_id = ""
         self._tag = ""
         self._ours = True
-        """True if the sink made the run; a run that MLFLOW_RUN_ID names is closed by its maker."""
+        """True if this sink created the MLflow run. A run given by MLFLOW_RUN_ID is closed by the program that created it."""
         self._reached: Mapping[str, int] = {}
-        """The last steps of each metric that was there when the run was taken up."""
+        """Last step of each metric that the MLflow run had when this process started."""
         self._takes_files = True
 
     def check(self, config: View) -> None:
-        """A server must answer, and a database file needs its packages."""
+        """Raise ValueError if the server does not respond, or if packages for a database file are missing."""
         place = "the place that it was told"
         try:
             with _client_settings(AT_ONCE):
@@ -91,7 +93,7 @@ class MlflowSink:
             ) from None
 
     def begin(self, run: Reported) -> int:
-        """Take the run up by its tag, or as MLFLOW_RUN_ID says."""
+        """Find the MLflow run by its tag or by MLFLOW_RUN_ID, or create it; add the config's new params."""
         with _client_settings(PATIENTLY):
             self._client = _client()
             self._tag = f"groupwise.{run.id}"
@@ -100,7 +102,7 @@ class MlflowSink:
             steps_written = int(found.data.tags.get(self._tag, NOTHING))
             if self._tag in found.data.tags:
                 self._reached = {point.key: point.step for point in found.data.to_proto().metrics}
-            # A param cannot be changed: what a resume changed is in the file only.
+            # MLflow cannot change a param, so keys that a resume changed are updated in config.json only.
             config = run.config.to_dict()
             param = import_module("mlflow.entities").Param
             values = {_name(key): _shorten(value) for key, value in _flat(config)}
@@ -113,7 +115,7 @@ class MlflowSink:
         return steps_written
 
     def line(self, line: MetricsRow) -> None:
-        """Send the metrics and the table, then set the tag that says so."""
+        """Send the metrics and the table, then set the tag to this row."""
         with _client_settings(PATIENTLY):
             point = import_module("mlflow.entities").Metric
             at = round(1000 * line.finished_at)
@@ -137,13 +139,13 @@ class MlflowSink:
             self._client.set_tag(self._run_id, self._tag, str(line.steps))
 
     def end(self, state: State) -> None:
-        """Set the run's final state."""
+        """Set the final state of the MLflow run."""
         if self._ours:
             with _client_settings(PATIENTLY):
                 self._client.set_terminated(self._run_id, STATUS[state])
 
     def _missing(self, finding: Finding) -> Iterator[tuple[str, float]]:
-        """The metrics of a finding that are not there yet. Findings may come out of order, so the last step of a metric does not tell."""
+        """The metrics of a finding that MLflow lacks. Findings may come out of order, so a metric's last step does not suffice."""
         for name, value in ((_name(name), value) for name, value in finding.values.items()):
             known = name in self._reached
             there = self._client.get_metric_history(self._run_id, name) if known else ()
@@ -151,7 +153,7 @@ class MlflowSink:
                 yield name, value
 
     def _find_run(self, run: Reported) -> Any:
-        """The run in MLflow; it is made with its tag, so that no crash can make a second one."""
+        """The MLflow run; if missing, it is created together with its tag, so no crash can cause a second one."""
         if run_id := os.environ.get("MLFLOW_RUN_ID"):
             self._ours = False
             return self._client.get_run(run_id)
@@ -170,7 +172,7 @@ class MlflowSink:
         )
 
     def _keep(self, file: str, text: str) -> None:
-        """Files have a store of their own, which may be missing; metrics go on without it."""
+        """Store a file. MLflow's file store is separate from its metrics and may be unavailable; metrics are sent without it."""
         if not self._takes_files:
             return
         try:
@@ -182,7 +184,7 @@ class MlflowSink:
 
 @contextmanager
 def _client_settings(limits: Mapping[str, str]) -> Generator[None, None, None]:
-    """Configure the client by its environment, its only configuration; variables that are set already are kept. Wraps its errors."""
+    """Configure the client by environment variables, its only means; variables that are already set are kept. Converts its errors."""
     ours = {key: value for key, value in {**QUIET, **limits}.items() if key not in os.environ}
     os.environ.update(ours)
     try:
@@ -197,7 +199,7 @@ def _client_settings(limits: Mapping[str, str]) -> Generator[None, None, None]:
 
 
 def _message(error: Exception) -> str:
-    """The first line of the error."""
+    """The first line of the error's message, shortened and without passwords; without a message, the error's type."""
     first = _without_password(str(error).strip().partition("\n")[0]).removesuffix(".")
     return (first if len(first) <= LONGEST_MESSAGE else f"{first[:LONGEST_MESSAGE]}…") or type(
         error
@@ -214,7 +216,7 @@ def _client() -> Any:
 
 
 def _check_files(place: str) -> None:
-    """Check that mlflow can write to a file or database, without creating any."""
+    """Check that mlflow can write to a file or database, without creating it."""
     if urlsplit(place).scheme != "sqlite":
         if not import_module("mlflow.environment_variables").MLFLOW_ALLOW_FILE_STORE.get():
             raise Refusal(
@@ -243,7 +245,7 @@ def _experiment_name(config: View) -> str:
 
 
 def _experiment(client: Any, config: View) -> str | None:
-    """The id of the experiment; None if it is to be made."""
+    """The id of the experiment; None if it has to be created."""
     name = config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME")
     if not name and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
         found = client.get_experiment(given)
@@ -258,14 +260,14 @@ def _experiment(client: Any, config: View) -> str | None:
 
 
 def _name(name: str) -> str:
-    """A name that MLflow accepts on any system: a path of plain characters. `pass@4` becomes `pass_at_4`."""
+    """A metric's name in the characters that MLflow accepts on all systems. `pass@4` becomes `pass_at_4`."""
     plain = re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_"))
     parts = [part.strip(" ") for part in plain.split("/") if part.strip(" .")]
     return "/".join(parts).lstrip(".")[:250].rstrip("/") or "_"
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The config as dotted keys with values."""
+    """The config as pairs of dotted key and value."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(cast("Mapping[str, Any]", value), f"{above}{key}.")

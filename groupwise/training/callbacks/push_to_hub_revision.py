@@ -1,9 +1,9 @@
-"""The callback `push_to_hub_revision`: each checkpoint as a branch of a repository on the hub, uploaded beside the training.
+"""The callback `push_to_hub_revision`: uploads each checkpoint as a branch of a Hugging Face repository while training continues.
 
-The callback itself only puts what is to be uploaded into the run's folder (`groupwise.engine.models.hub_queue`); a thread uploads it, one
-checkpoint after the other, and goes on with the first that is left whenever there is another one. So a hub that is slow or away costs
-training nothing, and what a killed run has not uploaded is uploaded when it goes on, or by `groupwise runs push`. What waits keeps its
-weights on the disk, so only so many may wait; of more, the oldest is given up.
+The callback only queues uploads in the run's folder (`groupwise.engine.models.hub_queue`). A thread uploads them one after the other; a
+round that failed is repeated at the next checkpoint. So a slow or unreachable hub does not delay training, and uploads that a killed
+run has left are made by a resume or by `groupwise runs push`. Queued weights take disk space, so the queue is limited; if it is full,
+the oldest checkpoint is dropped from it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 logger = logging.getLogger(__name__)
 
 MAX_WAIT = 600.0
-"""Seconds that a finished run waits for its uploads."""
+"""Default of `max_wait`: seconds that a finished run waits for its uploads."""
 MAX_WAITING = 10
-"""The most checkpoints that may wait on the disk while the hub cannot be reached."""
+"""Default of `max_waiting`: the largest number of checkpoints that are kept on disk while the hub cannot be reached."""
 CHECK_INTERVAL = 0.2
-"""Seconds between two checks for Ctrl-C while a run waits."""
+"""Seconds between two checks for Ctrl-C while a run waits for its uploads."""
 AWAY = "away"
-"""Prefix of warning causes that are failures of the hub; they are forgotten once an upload succeeds."""
+"""Prefix of warning causes that are failures of the hub. A successful upload clears them, so a later failure is warned of again."""
 
 
 class PushToHubRevision(Callback):
-    """Pushes the checkpoint after 120 steps to the branch `<revision>-step-000000120` of `repo_id`.
+    """Pushes each checkpoint to its own branch of `repo_id`, such as `<revision>-step-000000120` after 120 steps.
 
-    `repo_id` is `run.hub.repo_id` where it is not given. A repository that is made is `private`. A branch that holds other files is not
-    replaced without `overwrite`. A run that has finished waits at most `max_wait` seconds for what is not uploaded yet. No more than
-    `max_waiting` checkpoints wait at once: of more, the oldest is given up.
+    `repo_id` defaults to `run.hub.repo_id`. A new repository is private if `private`. A branch that contains other files is replaced only
+    with `overwrite`. A finished run waits at most `max_wait` seconds for its uploads. At most `max_waiting` checkpoints are queued: if
+    there are more, the oldest is dropped.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class PushToHubRevision(Callback):
         self.max_waiting = max_waiting
         self._thread: DaemonThreads[Callable[[], None]] | None = None
         self._round: Future[None] | None = None
-        """The last requested round: it uploads everything that waits when it begins."""
+        """The last requested round; a round uploads everything that is queued when it starts."""
         self._warned: set[str] = set()
-        """Causes that were warned of: branches that refuse, failures of the hub."""
+        """Causes that were already logged as a warning: branches that refuse, failures of the hub."""
         self._no_answer: str | None = None
-        """Why it is not known whether the run may write: the hub did not answer before the run."""
+        """The hub's error if it did not answer `check`, so it is not known whether the run may write; otherwise None."""
         self._lock = threading.Lock()
         self._uploading: int | None = None
-        """The step of the entry that the thread is uploading, which must not be given up; set under the lock."""
+        """Step of the entry that the thread is uploading, which must not be dropped; set under the lock."""
         self._given_up: list[int] = []
-        """Steps of the checkpoints that were given up."""
+        """Steps of the checkpoints that were dropped from the full queue."""
 
     def claim(self) -> str:
-        """Two callbacks that upload to one branch would refuse each other's files."""
+        """Refuse a second callback for the same branches: each would refuse to replace the other's files."""
         return f"the branches {self.repo_id}@{self.revision}-step-…"
 
     def check(self, config: View) -> None:
-        """The user must be allowed to write there. A hub that does not answer now does not stop a training."""
+        """Raise ValueError if the user may not write to the repository. If the hub does not answer now, only warn: training may start."""
         self.repo_id = self.repo_id or config["run"]["hub"]["repo_id"]
         if self.repo_id is None:
             raise ValueError("repo_id is not given: name OWNER/NAME, here or as run.hub.repo_id.")
@@ -95,8 +95,8 @@ class PushToHubRevision(Callback):
             )
 
     def on_run_begin(self, run: RunHandle) -> None:
-        """Go on with what an earlier process has left."""
-        if self._no_answer:  # there was no log yet when it was found
+        """Resume the uploads that an earlier process has left."""
+        if self._no_answer:  # `check` ran before the run had a log
             logger.info("push_to_hub_revision: before the run %s", self._no_answer)
         queue = self._queue(run)
         queue.drop_after(run.step)
@@ -105,15 +105,14 @@ class PushToHubRevision(Callback):
             self._upload(queue)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
-        """Another one to upload."""
+        """Queue the checkpoint for upload."""
         queue = self._queue(run)
         if any(entry.step == run.step for entry in queue.waiting()):
-            return  # an earlier process has prepared it
+            return  # an earlier process has queued it
         target = self._target(run.step)
         place = WeightsLocation(target.repo_id, target.revision)
         card = model_card(run.folder, checkpoint, run.step, place=place)
-        # Give up the oldest entries if one more would be too many, but not the one that is being
-        # uploaded.
+        # Drop the oldest entries if this one would be too many, but not the entry that is being uploaded.
         with self._lock:
             waiting = queue.waiting()
             free = [entry for entry in waiting if entry.step != self._uploading]
@@ -130,7 +129,7 @@ class PushToHubRevision(Callback):
         self._upload(queue)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """Wait for a finished run's uploads; one that goes on later takes them with it."""
+        """Wait for a finished run's uploads. The uploads of any other run are left to a resume."""
         if self._thread is None:
             return
         queue = self._queue(run)
@@ -166,7 +165,7 @@ class PushToHubRevision(Callback):
         self._round = self._thread.submit(lambda: self._upload_all(queue))
 
     def _wait(self, run: RunHandle) -> None:
-        """Wait for the last round, until the time is up or Ctrl-C."""
+        """Wait for the last round until `max_wait` seconds are over or Ctrl-C is pressed."""
         assert self._round is not None
         run.say("waiting for the hub; Ctrl-C leaves what is not uploaded to `groupwise runs push`")
         end = time.monotonic() + self.max_wait
@@ -178,7 +177,7 @@ class PushToHubRevision(Callback):
                 return
 
     def _upload_all(self, queue: Queue) -> None:
-        """Upload all waiting entries in order. A hub that fails ends the round; a branch that refuses is skipped."""
+        """Upload all queued entries in order. A failure of the hub ends the round; a branch that refuses is skipped."""
         for entry in queue.waiting():
             with self._lock:
                 if not entry.is_there:
@@ -191,7 +190,7 @@ class PushToHubRevision(Callback):
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))
             except EndpointError as error:
-                # Equal for equal failures, whose texts may differ by the number of a request.
+                # The messages of equal failures may differ by a request id, so the cause is keyed by type and HTTP status.
                 answer = getattr(error.__cause__, "response", None)
                 self._warn_once(
                     f"{AWAY} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
@@ -202,13 +201,13 @@ class PushToHubRevision(Callback):
                 self._uploading = None
 
     def _warn_once(self, cause: str, text: str) -> None:
-        """Warn the first time; log it afterwards."""
+        """Log a warning the first time a cause appears, and an info line after that."""
         logger.log(logging.INFO if cause in self._warned else logging.WARNING, "%s", text)
         self._warned.add(cause)
 
 
 class _Uploader:
-    """The thread's work."""
+    """Runs the upload rounds in the thread."""
 
     def begin(self) -> None:
         pass

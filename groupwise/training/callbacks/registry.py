@@ -1,9 +1,9 @@
 """Builds the callbacks that a config or a task names.
 
-An entry of the config's `callbacks` is a name (a built-in, or one that an installed package announces under the entry point
-`groupwise.training.callbacks`), a class (`module:Class`, `path/to/file.py:Class`), or either with parameters (`{name: …, patience: 5}`).
-The hook `get_rl_callbacks` of a task returns objects. Both may be classes of our own base or of transformers' TrainerCallback.
-Mistakes are refused before a model is loaded: unknown names and parameters, methods that would never be called.
+An entry of the config's `callbacks` is a name (a built-in one, or one that an installed package declares under the entry point
+`groupwise.callbacks`), a class (`module:Class`, `path/to/file.py:Class`), or either with parameters (`{name: …, patience: 5}`).
+A task's hook `get_rl_callbacks` returns objects. Both may derive from this package's `Callback` or from transformers' TrainerCallback.
+Mistakes are refused before a model is loaded: unknown names and parameters, and methods that would never be called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUILTIN: dict[str, type[Callback]] = {
     "success_cache": SuccessCache,
 }
 ENTRY_POINTS = "groupwise.callbacks"
-"""The entry-point group in which installed packages announce their callbacks."""
+"""The entry-point group under which installed packages declare their callbacks."""
 
 _KNOWN = dict.fromkeys(BUILTIN, __name__)
 
@@ -49,9 +49,9 @@ KINDS = "groupwise.Callback, or of transformers' TrainerCallback"
 def configured_callbacks(
     entries: Sequence[str | Mapping[str, Any]], config: View, origin: str
 ) -> tuple[Named, ...]:
-    """Build the config's `callbacks`, and those that `run.report_to` needs.
+    """Build the callbacks of the config's `callbacks` and of `run.report_to`.
 
-    Raises ConfigError with a line for each that cannot be built; `origin` says where they are in the config.
+    Raises ConfigError with a line for each callback that cannot be built; `origin` names the place of the entries in the config.
     """
     found: list[Named] = []
     problems: list[str] = []
@@ -80,7 +80,7 @@ def configured_callbacks(
 
 
 def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
-    """Build the callbacks that a task's hook returned, instances or classes. Raises TaskError, which begins with `where`."""
+    """Build the callbacks (instances or classes) that a task's hook returned. Raises TaskError with a message that starts with `where`."""
     found: list[Named] = []
     for each in given:
         kind = _kind(each)
@@ -116,7 +116,7 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
 
 
 def _refuse_equal_claims(callbacks: Sequence[Named]) -> None:
-    """Raise TaskError if the last callback claims the same thing as one before it."""
+    """Raise TaskError if the last callback claims the same resource as one before it."""
     name, callback = callbacks[-1]
     claim = callback.claim()
     for other, each in callbacks[:-1]:
@@ -128,12 +128,12 @@ def _refuse_equal_claims(callbacks: Sequence[Named]) -> None:
 
 
 def unknown_callback(name: str) -> str | None:
-    """The message about an unknown name, as far as that shows without running code; None otherwise."""
+    """The error message for an unknown name, or None. Runs no code, so it may miss some unknown names."""
     return missing(name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS)
 
 
 def _load_callback(name: str) -> object:
-    """The class (or instance) that a name stands for."""
+    """The class or instance that a name refers to."""
     plugin = load(
         name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
     )
@@ -168,7 +168,7 @@ def _check_kind(kind: type, what: str) -> None:
 
 
 def _check_callback(made: object, config: View, what: str) -> Callback:
-    """Check a callback's methods and its `check`; wraps one of transformers."""
+    """Check a callback's methods and run its `check`. A TrainerCallback is wrapped instead."""
     if not isinstance(made, Callback):
         return TrainerCallbackAdapter(made)
     _check_methods(made, what)
@@ -202,7 +202,7 @@ def _check_methods(callback: Callback, what: str) -> None:
 def callbacks_of_task(
     task: Task, config: View, tokenizer: Any, output_dir: str, beside: Sequence[Named] = ()
 ) -> tuple[Named, ...]:
-    """The callbacks that the hook `get_rl_callbacks` returns, if the task has it. `beside` are those of the config."""
+    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `beside` are the callbacks of the config."""
     with redirect_stdout(sys.stderr):  # as above
         given = task.rl_callbacks(config, tokenizer, output_dir)
         found = given_callbacks(given, config, f"{task.described}: get_rl_callbacks")

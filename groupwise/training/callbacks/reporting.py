@@ -1,12 +1,12 @@
-"""The callbacks behind `run.report_to`: `Reporting` sends a run to its sinks line by line, `ParquetRecord` writes files at its end.
+"""The callbacks for `run.report_to`: `Reporting` sends a run to its sinks row by row, `ParquetRecord` writes files at its end.
 
-The record is the truth. When a run begins or is resumed, each sink says what it holds, and gets what the record has beyond that. Then
-each step adds a line, which is sent when the next step begins, because by then the evaluation after the step is known as well. So a sink
-never gets half a line or the same line twice, and misses none. Evaluations that other callbacks record go with the next line, after
-`sinks.json` in the run's folder has noted them: from it a resume knows which of them a sink holds, as it does for lines. After a crash
-some steps are drawn again whose lines a sink has already; it keeps the old ones.
+The run's record is authoritative. When a run starts or is resumed, each sink reports the last row that it has, and receives the later
+rows of the record. Each step adds a row, which is sent when the next step starts, because by then the evaluation after the step is known
+as well. So a sink never receives a partial row or the same row twice, and misses none. Evaluations that other callbacks record are sent
+with the next row, after `sinks.json` in the run's folder has noted them; from this file a resume knows which of them a sink has. After a
+crash, steps are drawn again whose rows a sink may have already; it keeps the old rows.
 
-A sink that fails is named once in the log and gets nothing more; the run goes on.
+If a sink fails, this is logged once and the sink receives nothing more; the run continues.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from groupwise.training.callbacks.wandb_sink import WandbSink
 logger = logging.getLogger(__name__)
 
 NAME = "report_to"
-"""The name of the callback in messages."""
+"""The callback's name in messages."""
 PARQUET = "parquet"
-"""The word in `run.report_to` for `ParquetRecord`, its name in messages, and its folder."""
+"""The word in `run.report_to` for `ParquetRecord`; also its name in messages and its folder."""
 IDENTITY = "sinks.json"
-"""File of a run that holds what sinks know it by, and with which line of each sink which finding went."""
+"""File of a run with its id in the sinks, and the row with which each finding was sent to each sink."""
 SENT = "sent"
 """The key in this file for the findings that were sent."""
 SINKS: dict[str, Callable[[], Sink]] = {
@@ -60,21 +60,21 @@ SINKS: dict[str, Callable[[], Sink]] = {
 
 
 class Reporting(Callback):
-    """Reports to the named sinks."""
+    """Sends the run's metrics to the named sinks."""
 
     last = True
 
     def __init__(self, sinks: tuple[str, ...]) -> None:
         self._sinks = {name: SINKS[name]() for name in sinks}
         self._held: dict[str, int] = {}
-        """The last line that each sink has."""
+        """The last row that each sink has."""
         self._next: MetricsRow | None = None
-        """The line after the steps done, which is not sent yet."""
+        """The row of the last step, which is not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
-        """The findings that were sent to each sink, and with which line."""
+        """For each sink, the findings that were sent to it, with the row of each."""
 
     def check(self, config: View) -> None:
-        """Every sink must be installed, and ready to write."""
+        """Raise ValueError if a sink's package is not installed, or if the sink cannot write."""
         for name, sink in self._sinks.items():
             if importlib.util.find_spec(sink.package) is None:
                 raise ValueError(
@@ -85,8 +85,8 @@ class Reporting(Callback):
                 sink.check(config)
 
     def on_run_begin(self, run: RunHandle) -> None:
-        """Bring every sink up to the steps done."""
-        # The id is made once, and moves with the folder.
+        """Send to every sink the rows that it lacks, up to the steps done."""
+        # The id is generated once and moves with the run's folder.
         file = run.folder / IDENTITY
         if not file.exists():
             atomic_files.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
@@ -111,22 +111,22 @@ class Reporting(Callback):
         self._next = next(iter(self._recorded_metrics(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
-        """Send the last line: all results of the steps done are known now."""
+        """Send the previous step's row: all its results are known now."""
         self._send(run, self._next)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """Prepare the line of the step."""
+        """Prepare the row of the step."""
         if self._sinks:
             self._next = self._with_table(run, MetricsRow(run.step, metrics, time.time()))
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
-        """Add the metrics to the line of the steps done."""
+        """Add the evaluation's metrics to the row of the last step."""
         if self._next is not None:
             values = {**self._next.values, **_of_evaluation(evaluation)}
             self._next = replace(self._next, values=values)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """Send the last line of a finished run; a resume may still add to the last line of any other."""
+        """Send the last row of a finished run. Any other run keeps it, because a resume may still add to it."""
         if end.state == "finished":
             self._send(run, self._next)
         for name, sink in list(self._sinks.items()):
@@ -149,8 +149,8 @@ class Reporting(Callback):
             new = {k: each for k, each in findings.items() if k not in self._sent[name]}
             if new:
                 self._sent[name] |= dict.fromkeys(new, line.steps)
-                # Noted before the line is sent: if sending fails, what the sink holds ends before
-                # it, and the finding counts as not sent.
+                # Noted before the row is sent: if sending fails, the sink's last row is an earlier one, and
+                # the finding counts as not sent.
                 known = json.loads((run.folder / IDENTITY).read_bytes())
                 atomic_files.write_json(
                     run.folder / IDENTITY, {**known, SENT: {**known.get(SENT, {}), **self._sent}}
@@ -166,7 +166,7 @@ class Reporting(Callback):
                 sys.stderr
             ):  # some sinks print; stdout belongs to the command's result
                 return call()
-        except Exception as error:  # noqa: BLE001 — whatever a sink raises, the run goes on without it
+        except Exception as error:  # noqa: BLE001 — after any error, the run continues without the sink
             del self._sinks[name]
             logger.warning(
                 "%s failed and is left out from now on: %s: %s. The run's record has everything; a resume sends what is missing",
@@ -179,7 +179,7 @@ class Reporting(Callback):
     def _recorded_metrics(
         self, run: RunHandle, first: int, last: int | None = None
     ) -> Iterator[MetricsRow]:
-        """The lines of the record, up to the one before the steps done if `last` is not given."""
+        """The rows of the record from `first` to `last`; by default to the one before the last step's, which may still be added to."""
         last = run.step - 1 if last is None else last
         with _record(run) as store:
             values: dict[int, dict[str, float]] = {}
@@ -196,7 +196,7 @@ class Reporting(Callback):
             yield self._with_table(run, line)
 
     def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
-        """Add the rollouts of the step, if the config shows them."""
+        """Add the rollouts of the step to the row, if the config shows them."""
         section = run.config["run"]
         rows_to_show = (
             section["num_completions_to_print"] if WITH_TABLES & self._sinks.keys() else 0
@@ -216,23 +216,23 @@ class Reporting(Callback):
 
 
 class ParquetRecord(Callback):
-    """The word `parquet` of `run.report_to`: writes the whole record as Parquet into `parquet/` of the run's folder.
+    """The entry `parquet` of `run.report_to`: writes the whole record as Parquet files into `parquet/` of the run's folder.
 
-    Such a file cannot be appended to, so it is written when the run ends or stops, as `groupwise runs export` does; a resumed run
+    A Parquet file cannot be appended to, so it is written when the run ends for any reason, as by `groupwise runs export`. A resumed run
     replaces it when it ends again.
     """
 
     last = True
 
     def check(self, config: View) -> None:
-        """Parquet needs its package."""
+        """Raise ValueError if the package for Parquet is not installed."""
         try:
             check_can_write("parquet")
         except UsageError as error:
             raise ValueError(f"run.report_to names {PARQUET}. {error}") from None
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """Write the files, however the run ended: the record says what was done."""
+        """Write the files for every outcome of the run; the record contains the steps done."""
         with Store.open(run.folder / RECORD, readonly=True) as store:
             steps = steps_of(store)
             atomic_files.make_folder(
@@ -252,7 +252,7 @@ def _began_at(run: RunHandle) -> float:
 
 
 def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """The findings that each sink holds, given the last line that it holds."""
+    """The findings that each sink has, given the last row that it has."""
     noted: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
     return {
         name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
@@ -261,12 +261,12 @@ def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[
 
 
 def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
-    """The metrics of an evaluation as `eval/…`."""
+    """The metrics of an evaluation under names such as `eval/…`."""
     return {f"{EVAL}/{name}": value for name, value in metrics_of(record).items()}
 
 
 def _row(view: RolloutView) -> dict[str, Any]:
-    """A rollout as a table row; every row has the same columns."""
+    """A rollout as a row of the table; all rows have the same columns."""
     return {
         "step": view.step,
         "prompt": view.prompt,

@@ -1,10 +1,10 @@
-"""The protocol of a sink, which shows metrics besides the run's own record, such as TensorBoard or Weights & Biases.
+"""The protocol of a sink: a place to show metrics in addition to the run's own record, such as TensorBoard or Weights & Biases.
 
-`groupwise.training.callbacks.reporting` drives them. It hands each sink whole rows, in their order, and each row once: a row is all that is
-known after so many steps, and comes when the next step begins. A sink says with `begin` up to where it holds the run already,
-so that a run which goes on sends what is missing and nothing twice. Evaluations that something beside the training made of earlier
-policies, such as a benchmark of a checkpoint, come with the row that is sent next. `parquet` is none of them: it is a file of the whole
-record, which `groupwise.training.callbacks.reporting.ParquetRecord` writes when the run ends.
+`groupwise.training.callbacks.reporting` drives the sinks. It sends each sink complete rows, in order and once each. A row contains
+everything that is known after a number of steps, and is sent when the next step starts. `begin` returns the last row that the sink
+already has, so a resumed run sends the missing rows and none twice. Evaluations of earlier policies that were made outside the training
+loop, such as a benchmark of a checkpoint, are sent with the next row. `parquet` is not a sink: it is a file of the whole record, which
+`groupwise.training.callbacks.reporting.ParquetRecord` writes when the run ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Literal, Protocol
 from groupwise.core.settings.view import View
 
 NOTHING = -1
-"""The last row of a sink that holds none."""
+"""The last row of a sink that has no rows yet."""
 TABLE = "completions"
-"""The name of the table of rollouts in a sink."""
+"""Name of the table of rollouts in a sink."""
 SEVERAL = "several"
-"""Suffix of the name of a table of findings."""
+"""Suffix of the name of a table of several findings with one name."""
 
 State = Literal["finished", "interrupted", "failed"]
 """How a run ended."""
@@ -31,51 +31,54 @@ State = Literal["finished", "interrupted", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The run that is reported on."""
+    """The run whose metrics are shown."""
 
     name: str
     id: str
-    """8 hexadecimal digits, the same whenever the run is taken up; other runs of the name have others."""
+    """8 hexadecimal digits. Resumes of this run have the same id; other runs of the same name have another one."""
     folder: Path
     config: View
     steps: int
-    """Steps done; what a sink holds beyond them is drawn again."""
+    """Number of steps done. Rows that a sink has beyond this were lost by the run; they are sent again."""
     began_at: float
-    """When it was made, in seconds since 1970."""
+    """When the run was created, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An evaluation that was not made by the training."""
+    """An evaluation that was made outside the training loop, such as a benchmark."""
 
     name: str
-    """The name of its origin, such as `eval/benchmark`."""
+    """Name of the evaluation, such as `eval/benchmark`."""
     steps: int
-    """Steps of the evaluated policy: those of its line, or fewer."""
+    """Number of training steps of the evaluated policy: that of the row it is sent with, or less."""
     metrics: Mapping[str, float]
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics under names of their own."""
+        """The metrics with names prefixed by the evaluation's."""
         return {f"{self.name}/{metric}": value for metric, value in self.metrics.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """Everything that is known after `steps` steps."""
+    """All metrics that are known after `steps` steps."""
 
     steps: int
-    """0: before training. The metrics of the step with index k stand in the line k + 1."""
+    """Number of steps; 0: before training. The metrics of the step with index k are in the row k + 1."""
     values: Mapping[str, float]
     finished_at: float
     """When the step was committed, in seconds since 1970."""
     table: Sequence[Mapping[str, Any]] = ()
-    """Rollouts of the step, one mapping each with the same keys; empty if none are to be shown."""
+    """Rollouts of the step, as mappings with equal keys; empty if none are to be shown."""
     findings: Sequence[Finding] = ()
-    """Findings since the line before, by steps; each comes with one line only."""
+    """Findings since the row before, ordered by steps. Each is sent with one row only."""
 
     def row(self) -> dict[str, float]:
-        """All values, for sinks that cannot go back in steps: of several findings with one name only the last, with its steps."""
+        """All values in one mapping, for sinks that cannot add to earlier steps.
+
+        Of several findings with one name, it contains only the last, and the steps of that one.
+        """
         newest = {each.name: each for each in self.findings}
         found = [
             {**each.values, f"{each.name}/step": float(each.steps)} for each in newest.values()
@@ -83,7 +86,10 @@ class MetricsRow:
         return {name: value for part in (self.values, *found) for name, value in part.items()}
 
     def tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
-        """Columns and rows by name: the rollouts, and the findings of a name that has several, of which `row` has one only."""
+        """Tables by name: columns and rows.
+
+        These are the rollouts, and all findings of each name that has several (`row` contains only one of them).
+        """
         found = {TABLE: self.cells()} if self.table else {}
         for name, group in groupby(sorted(self.findings, key=_name), _name):
             several = list(group)
@@ -94,7 +100,7 @@ class MetricsRow:
         return found
 
     def cells(self) -> tuple[list[str], list[list[Any]]]:
-        """The table's column names and rows, for sinks without nested values."""
+        """The rollouts' column names and rows, with nested values as JSON, for sinks that take only plain values."""
         rows = [
             [
                 json.dumps(cell, ensure_ascii=False) if isinstance(cell, Mapping) else cell
@@ -106,25 +112,25 @@ class MetricsRow:
 
 
 class Sink(Protocol):
-    """One way to show metrics. If a method raises, the run loses this sink and nothing else."""
+    """One destination of metrics. If a method raises, the run drops this sink and continues."""
 
     package: str
-    """The package that must be installed, and the extra of this package that installs it."""
+    """The package that must be installed; also the name of the extra of groupwise that installs it."""
 
     def check(self, config: View) -> None:
-        """Called before anything is loaded; raises ValueError if the sink could not write."""
+        """Called before anything is loaded; raises ValueError if the sink cannot write."""
         ...
 
     def begin(self, run: Reported) -> int:
-        """The run begins or goes on; returns the last line that the sink holds of it, or `NOTHING`."""
+        """Start a new or resumed run. Returns the last row that the sink has of it, or `NOTHING`."""
         ...
 
     def line(self, line: MetricsRow) -> None:
-        """Show one line."""
+        """Show one row."""
         ...
 
     def end(self, state: State) -> None:
-        """Flush and close. A run that has not finished may be resumed later."""
+        """Flush and close. If the run has not finished, it may be resumed later."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The callback `success_cache`: chooses, in place of `data.replay` itself, which prompts are kept to be drawn again."""
+"""The callback `success_cache`: chooses the prompts that the replay buffer keeps, instead of `data.replay`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from groupwise.tasks.data.success import SoughtPart, successes
 from groupwise.training.callbacks.base import Callback, RunHandle
 
 PART = "success_cache: part"
-"""Name of the parameter in messages."""
+"""The parameter's name in messages."""
 
 
 class SuccessCache(Callback):
-    """Gives the replay buffer each prompt for which a completion earned `threshold` or more, with the group's mean reward.
+    """Puts into the replay buffer each prompt for which a completion earned `threshold` or more, with the group's mean reward.
 
-    `part` names the reward part that the threshold is about; without it, the first with accuracy in its name, else the total. A
-    prompt that is kept already is credited by the run itself, whatever it earned.
+    `part` names the reward part that the threshold applies to; by default, the first whose name contains accuracy, or else the total. For
+    prompts that are in the buffer already, the run itself updates the reward, even if it is below the threshold.
     """
 
     def __init__(self, threshold: float = 0.999, part: str | None = None) -> None:
@@ -26,7 +26,7 @@ class SuccessCache(Callback):
         self._sought = SoughtPart(PART, part)
 
     def check(self, config: View) -> None:
-        """There must be a buffer, and nothing else that fills it."""
+        """Raise ValueError if there is no replay buffer, or if the buffer already chooses prompts itself."""
         replay = config["data"].get("replay")
         if replay is None:
             raise ValueError(
@@ -40,7 +40,7 @@ class SuccessCache(Callback):
             )
 
     def on_groups(self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]) -> None:
-        """Choose the prompts that were solved."""
+        """Keep the prompts for which a completion reached the threshold."""
         all_groups = (*groups, *rejected)
         if text := self._sought.missing(all_groups):
             run.say(text)

@@ -1,7 +1,7 @@
 """The sink `tensorboard`: event files in `tensorboard/` of the run's folder, which `tensorboard --logdir runs` finds.
 
-They are written by tensorboard's own writer, because torch's would load torch. An event file can only be appended to, and a killed
-process leaves it incomplete; so the files are written again from the record whenever the run begins or is resumed.
+tensorboard's own writer is used, because torch's would import torch. An event file is append-only, and a killed process leaves it
+incomplete; so the files are written again from the record when the run starts or is resumed.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, St
 
 FOLDER = "tensorboard"
 STRING = 7
-"""DT_STRING, the type of text in a tensor of its format."""
+"""DT_STRING, the data type of text in tensorboard's tensors."""
 
 
 class TensorBoardSink:
-    """Scalars by steps done, and the config as text."""
+    """Writes scalars by steps done, and the config as text."""
 
     package = "tensorboard"
 
     def __init__(self) -> None:
         self._writer: Any = None
         self._event: Any = None
-        """The class of an event."""
+        """The class of event messages."""
 
     def check(self, config: View) -> None:
-        """Nothing can be missing but the package."""
+        """Do nothing: only the package is needed."""
 
     def begin(self, run: Reported) -> int:
-        """Start a new file."""
+        """Delete old event files and start a new one."""
         messages = import_module(
             "tensorboard.compat.proto.event_pb2"
-        )  # no types are known of these
+        )  # typed as Any: it has no type hints
         writing = import_module("tensorboard.summary.writer.event_file_writer")
         folder = run.folder / FOLDER
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._event = messages.Event
         self._writer = writing.EventFileWriter(str(folder))
-        # A running tensorboard shows the old curves: a session that starts at 0 makes it drop them.
+        # A running tensorboard still shows the old curves; a session that starts at step 0 makes it drop them.
         session_log = messages.SessionLog(status=messages.SessionLog.START)
         self._writer.add_event(messages.Event(step=0, session_log=session_log))
         config = json.dumps(run.config.to_dict(), indent=2, ensure_ascii=False)
@@ -57,7 +57,7 @@ class TensorBoardSink:
         return NOTHING
 
     def line(self, line: MetricsRow) -> None:
-        """One event with all values, and one for each finding, at its own steps."""
+        """Write one event with all values, and one for each finding, at the finding's own steps."""
         self._add(line.finished_at, line.steps, line.values)
         for finding in line.findings:
             self._add(line.finished_at, finding.steps, finding.values)

@@ -1,6 +1,6 @@
-"""The sink `trackio`: a database on this machine (TRACKIO_DIR), shown by `trackio show`, or the Space that TRACKIO_SPACE_ID names.
+"""The sink `trackio`: a database on this machine (TRACKIO_DIR), shown by `trackio show`, or the Space named by TRACKIO_SPACE_ID.
 
-trackio takes a run up by its name, so the name carries the run's id; and it knows the last step that it has of it.
+trackio finds a run to resume by its name, so the name contains our run's id; it reports the last step that it has of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROJECT = "groupwise"
 
 
 class TrackioSink:
-    """Rows by steps done, a table of rollouts among them, and the config."""
+    """Sends one row per number of steps done, with tables of rollouts, and the config."""
 
     package = "trackio"
 
@@ -25,10 +25,10 @@ class TrackioSink:
         self._run: Any = None
 
     def check(self, config: View) -> None:
-        """Nothing can be missing but the package."""
+        """Do nothing: only the package is needed."""
 
     def begin(self, run: Reported) -> int:
-        """Take the run up by its name."""
+        """Start or resume the run of this name in trackio."""
         self._trackio = import_module("trackio")
         self._run = self._trackio.init(
             project=run.config["run"]["trackio_project"] or PROJECT,
@@ -42,12 +42,12 @@ class TrackioSink:
         return self._run._next_step - 1
 
     def line(self, line: MetricsRow) -> None:
-        """One row."""
+        """Send one row; trackio takes only finite numbers."""
         values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
         for name, (columns, rows) in line.tables().items():
             values[name] = self._trackio.Table(columns=columns, data=rows)
         self._run.log(values, step=line.steps)
 
     def end(self, state: State) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         self._run.finish()

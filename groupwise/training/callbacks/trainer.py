@@ -1,11 +1,12 @@
-"""Callbacks that were written for the Trainer of transformers, run by the events that exist here.
+"""Runs callbacks that were written for the Trainer of transformers.
 
-They are recognised by the name of their base class, so that nothing imports transformers. Each is wrapped, and given what it
-expects: `args` (the config's keys, which mostly have the same names), `state` (where the run stands) and `control`, whose wishes
-are passed on: stop, save, evaluate, log. There is no model, optimiser or data loader to give: those arguments are None.
+Such callbacks are recognised by the name of their base class, so transformers need not be imported. Each is wrapped and receives the
+arguments that it expects: `args` (the config's keys, most of which have the same names), `state` (the progress of the run) and
+`control`, whose requests are passed on: stop, save, evaluate, log. There is no model, optimiser or data loader here: those arguments
+are None.
 
-One step here is one `global_step`. Events that never happen here (epochs, single optimiser calls, prediction) are named at the start,
-where a callback waits for them.
+One step here is one `global_step`. If a callback handles events that never happen here (epochs, single optimiser calls, prediction),
+a message at the start of the run names them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ HAPPEN = frozenset(
     }
 )
 NOT_HERE = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-"""Arguments that a Trainer gives, and that are None here."""
+"""Arguments that a Trainer passes and that are None here."""
 OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
-"""Attributes of `state` that speak of the best evaluation so far."""
+"""Attributes of `state` that describe the best evaluation so far."""
 
 
 def is_trainer_callback(kind: type) -> bool:
-    """True if a class was written for the Trainer of transformers."""
+    """True if a class is a callback for the Trainer of transformers."""
     return _base(kind) is not None
 
 
@@ -52,7 +53,7 @@ def _base(kind: type) -> type | None:
 
 
 class TrainerArgs:
-    """The `args` of a callback: the config's keys, and the names that a Trainer has beside them."""
+    """The `args` of a callback: the config's keys and the further attributes of a Trainer's arguments."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         vars(self).update(values)
@@ -71,7 +72,7 @@ class TrainerArgs:
 
 @dataclass(slots=True)
 class TrainerState:
-    """The `state` of a callback."""
+    """The `state` object of a callback."""
 
     max_steps: int
     logging_steps: int
@@ -81,12 +82,12 @@ class TrainerState:
     train_batch_size: int | None
     epoch: float = 0.0
     global_step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     num_input_tokens_seen: int = 0
     total_flos: float = 0.0
     log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     best_metric: float | None = None
-    """Best value of `args.metric_for_best_model` in the evaluations before this one."""
+    """Best value of `args.metric_for_best_model` in the evaluations so far, without the one that is being announced."""
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True
@@ -98,18 +99,18 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """The `control` of a callback, with which it makes requests."""
+    """The `control` object of a callback, by which it makes requests."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
-    """There are no epochs to stop here."""
+    """Has no effect: there are no epochs to stop."""
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
 
 
 class TrainerCallbackAdapter(Callback):
-    """Wraps a callback of transformers as one of this package. Its own state is kept if it is an `ExportableState`."""
+    """Wraps a Trainer callback as a `Callback`. Its own state goes into checkpoints if it is an `ExportableState`."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
@@ -124,7 +125,7 @@ class TrainerCallbackAdapter(Callback):
 
     @property
     def never_called(self) -> list[str]:
-        """Methods of the callback for events that do not happen here."""
+        """Methods of the callback whose events never happen here."""
         kind = cast("type[Any]", type(self.wrapped))
         base = _base(kind)
         events = [name for name in dir(base) if name.startswith("on_") and name not in HAPPEN]
@@ -149,7 +150,7 @@ class TrainerCallbackAdapter(Callback):
         self._call(run, "on_step_begin")
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
-        """The event of the same name, and `on_log` where it is due or asked for."""
+        """The event of the same name, then `on_log` if it is due or was requested."""
         self._state.global_step, self._state.epoch = run.step, run.epoch
         self._state.num_input_tokens_seen = int(metrics.get("num_tokens", 0))
         self._call(run, "on_step_end")
@@ -157,14 +158,14 @@ class TrainerCallbackAdapter(Callback):
             self._log(run, metrics)
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
-        """`on_log` and `on_evaluate` with metrics called `eval_…`; the best metric is known afterwards, as in a Trainer."""
+        """`on_log` and `on_evaluate` with metrics called `eval_…`. As in a Trainer, the best metric is updated afterwards."""
         metrics = {
             name if name.startswith("eval_") else f"eval_{name}": value
             for name, value in evaluation.metrics.items()
         }
         if (
             self._asked and evaluation.asked != self._asked
-        ):  # other prompts: nothing to compare with
+        ):  # evaluated on other prompts, so the previous best is not comparable
             for name in OF_THE_BEST:
                 setattr(self._state, name, None)
         self._asked = evaluation.asked
@@ -180,11 +181,11 @@ class TrainerCallbackAdapter(Callback):
         self._call(run, "on_save")
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """`on_train_end`, however the run ended."""
+        """`on_train_end`, for every outcome of the run."""
         self._call(run, "on_train_end")
 
     def state(self) -> dict[str, Any]:
-        """The best evaluation so far, and the attributes that the callback itself exports."""
+        """The best evaluation so far and, of a stateful callback, the attributes that it exports."""
         known = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
         saved = {"best": known or self._best, "asked": self._asked}
         if not any(each.__name__ == STATEFUL for each in type(self.wrapped).__mro__):
@@ -192,13 +193,13 @@ class TrainerCallbackAdapter(Callback):
         return {**saved, "attributes": dict(self.wrapped.state()["attributes"])}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See `state`."""
+        """Restore what `state` returned."""
         self._best, self._asked = state["best"], state.get("asked", "")
         for name, value in state.get("attributes", {}).items():
             setattr(self.wrapped, name, value)
 
     def _call(self, run: RunHandle, event: str, **given: Any) -> None:
-        """Call it as a Trainer does, and pass on what its `control` asks for."""
+        """Call a method with the arguments of a Trainer, and pass on the requests in its `control`."""
         absent = dict.fromkeys(NOT_HERE)
         tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
         method = getattr(self.wrapped, event)
@@ -240,7 +241,7 @@ class TrainerCallbackAdapter(Callback):
 
 
 def _args(run: RunHandle) -> dict[str, Any]:
-    """The keys of the config's sections, flat, and what a Trainer calls otherwise or has beside them."""
+    """The keys of the config's sections in one flat dict, with the further names that a Trainer's arguments have."""
     keys: dict[str, Any] = {}
     for section in ("data", "sampler", "algorithm", "eval", "training", "run"):
         keys |= _section(run.config, section)
@@ -279,7 +280,7 @@ def _args(run: RunHandle) -> dict[str, Any]:
 
 
 def _state(run: RunHandle) -> TrainerState:
-    """The state of the run, with the logs of earlier steps from the record."""
+    """The state of the run, with its log history from the record."""
     settings = run.config.run
     epochs = _section(run.config, "training").get("num_train_epochs")
     logs: dict[int, dict[str, Any]] = {}

@@ -1,8 +1,8 @@
-"""The sink `wandb`: Weights & Biases, online or offline (WANDB_MODE=offline), where `wandb sync` sends the run later.
+"""The sink `wandb`: Weights & Biases, online, or offline (WANDB_MODE=offline) for a later `wandb sync`.
 
-Online, the service knows up to which step it has the run. Offline nothing knows, and each session writes a folder of its own; so the
-newest folder gets the whole run from its record, and those of earlier sessions are deleted. Login and server are configured in wandb
-(WANDB_API_KEY or `wandb login`).
+Online, the service reports the last step that it has of the run. Offline, that is unknown, and each session writes a new folder; so the
+newest folder receives the whole run from its record, and the folders of earlier sessions are deleted. Login and server are configured
+in wandb (WANDB_API_KEY or `wandb login`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROJECT = "groupwise"
 
 
 class WandbSink:
-    """Rows by steps done, a table of rollouts among them, and the config."""
+    """Sends one row per number of steps done, with tables of rollouts, and the config."""
 
     package = "wandb"
 
@@ -27,10 +27,10 @@ class WandbSink:
         self._wandb: Any = None
         self._run: Any = None
         self._defined: set[str] = set()
-        """Names of findings whose curves already have their own steps as x-axis."""
+        """Names of findings for which wandb was already told to use the finding's own steps as x-axis."""
 
     def check(self, config: View) -> None:
-        """Online it needs a login, and a run must not stop to ask for one."""
+        """Raise ValueError if a login is needed and missing, because the run must not stop to ask for it."""
         import wandb
 
         offline = wandb.setup().settings.mode in ("offline", "disabled")
@@ -41,7 +41,7 @@ class WandbSink:
             )
 
     def begin(self, run: Reported) -> int:
-        """Take the run up by its id."""
+        """Start or resume the wandb run with our run's id."""
         import wandb
 
         section = run.config["run"]
@@ -66,7 +66,7 @@ class WandbSink:
         return self._run.starting_step - 1
 
     def line(self, line: MetricsRow) -> None:
-        """One row of its history."""
+        """Send one row of the run's history."""
         for name in {finding.name for finding in line.findings} - self._defined:
             self._defined.add(name)
             self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
@@ -76,5 +76,5 @@ class WandbSink:
         self._run.log(values, step=line.steps)
 
     def end(self, state: State) -> None:
-        """Wait until all is sent or written."""
+        """Wait until everything is sent or written."""
         self._run.finish(exit_code=0 if state == "finished" else 1)

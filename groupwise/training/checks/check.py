@@ -1,11 +1,11 @@
-"""The command `groupwise check`: a task and its rewards, before any training, without a GPU and without loading a model.
+"""The command `groupwise check`: tests a task and its rewards before training, without a GPU and without loading a model.
 
-    hooks and data          can be called, are enough for a verb; sizes, columns, lengths, duplicates, overlap
+    hooks and data          can be called and suffice for a command; sizes, columns, lengths, duplicates, overlap
     the first prompts       exactly as the model will see them
     rewards                 in the same workers as in training, on gold answers, on wrong ones, and on given completions
 
-A reward that crashes, never varies, or gives gold less than something wrong is a problem; what merely looks odd is a warning. What
-cannot be used at all (a file, hook or config that is broken) raises `UsageError`, as `groupwise rl` would.
+A reward that crashes, never varies, or gives gold less than a wrong completion is a problem; a suspicious result is a warning. A file,
+hook or config that is unusable raises `UsageError`, as in `groupwise rl`.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ SHOWN_LAYOUTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A task with what is known about it."""
+    """A task with everything that was loaded for it."""
 
     config: RunConfig
     task: Task
     tokenizer: Any
-    """None if no library for tokenizers is installed."""
+    """None if the tokenizer's libraries are not installed."""
     own_model: bool
-    """False if no config was given: the tokenizer is then that of `tiny`, and lengths in tokens say nothing."""
+    """False if no config was given: the tokenizer is then that of the model `tiny`, and lengths in tokens mean nothing."""
     train: list[Example]
     held_out: list[Example]
     rubric: Rubric | None
     tools: tuple[Schema, ...] = ()
-    """The tools that the prompts of chats describe."""
+    """The schemas of the tools that are described in chat prompts."""
 
     @property
     def examples(self) -> list[Example]:
@@ -111,11 +111,10 @@ def check(
     rows: int = ROWS,
     on_finding: OnFinding | None = None,
 ) -> Report:
-    """Look at a task and its rewards: the command `groupwise check`.
+    """Examine a task and its rewards: the command `groupwise check`.
 
-    Without a task, that of the config is meant. `completions` is a JSONL file or a run whose rollouts are scored too, `rows` the
-    number of examples that rewards are tried on. Without a config, that of the model `tiny` stands in. Raises `UsageError` for what
-    cannot be used at all.
+    Without a task, the config's is used. `completions` is a JSONL file or a run whose rollouts are scored too; `rows` is the number of
+    examples on which rewards are tried. Without a config, that of the model `tiny` is used. Raises `UsageError` if something is unusable.
     """
     findings = Findings(on_finding)
     subject = _subject(task, config, overrides, findings)
@@ -166,7 +165,7 @@ def _subject(
     overrides: Sequence[str],
     findings: Findings,
 ) -> Subject:
-    """Load everything that can be loaded; what is broken raises, as it does in training."""
+    """Load everything that can be loaded. Broken parts raise the same errors as in training."""
     given_task = None if task is None else load_task(task)
     if config is None:
         in_turns = given_task is not None and given_task.has("get_environment")
@@ -197,7 +196,7 @@ def _subject(
 
 
 def _machine(rubric: Rubric) -> Finding | None:
-    """Report what the rewards say of this machine. It is a warning at most, because the training may run on another one."""
+    """Report the rewards' complaints about this machine. At most a warning, because training may run on another machine."""
     problems = "; ".join(rubric.check_machine(refuse=False))
     try:
         rubric.check_machine()
@@ -207,13 +206,13 @@ def _machine(rubric: Rubric) -> Finding | None:
 
 
 def _draws(config: RunConfig) -> int | None:
-    """How many examples of an endless stream a training would read."""
+    """The number of examples that training reads of a stream without a length; None if unlimited."""
     steps = config.training.max_steps
     return None if steps is None else steps * config.training.prompts_per_step
 
 
 def _tokenizer(config: RunConfig, *, required: bool) -> Any:
-    """Load the tokenizer of the config's model; None if its libraries are not installed, which raises if it is `required`."""
+    """Load the tokenizer of the config's model. Without its libraries, return None, or raise UsageError if it is `required`."""
     if importlib.util.find_spec("transformers") is None:
         if required:
             raise UsageError(
@@ -227,7 +226,7 @@ def _tokenizer(config: RunConfig, *, required: bool) -> Any:
 
 
 def _room(subject: Subject) -> int | None:
-    """Tokens that the model leaves for a prompt; None where the model is not known."""
+    """Number of tokens that the model leaves for a prompt; None if the model is not known or the config's limit is lower."""
     if not subject.own_model:
         return None
     from groupwise.engine.models.plan import prompt_room
@@ -238,7 +237,7 @@ def _room(subject: Subject) -> int | None:
 
 
 def _shown_prompts(subject: Subject) -> list[str]:
-    """Render the first prompts: those with which environments begin, or the rows' own if an environment fails, which has its own check."""
+    """Render the first prompts, with an environment's opening. If the environment fails (another check reports it), the rows' own."""
     tokenizer, examples = subject.tokenizer, subject.examples
     if tokenizer is not None and examples and subject.task.has("get_environment"):
         first = rollout_builder.first_prompts(
@@ -259,7 +258,7 @@ def _given_groups(subject: Subject, completions: str | None) -> list[GivenGroup]
 async def _try_everything(
     subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
 ) -> list[dict[str, Any]]:
-    """Environment and rewards, as far as the task has them."""
+    """Try the environment and the rewards, as far as the task has them. Returns the table of earned rewards."""
     if subject.task.has("get_environment"):
         played = await check_environment(subject.task, subject.config, subject.examples[0])
         findings.add(played)
@@ -296,13 +295,13 @@ async def _try_everything(
 async def _try_rewards(
     subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
 ) -> list[dict[str, Any]]:
-    """Call the rewards in all ways, judge them, and return the table of what was earned."""
+    """Score completions of all kinds, report the findings, and return the table of earned rewards."""
     config = subject.config
     scorer = rollout_builder.build_scorer(config, subject.task, subject.tokenizer, subject.rubric)
     trial = Trial(scorer, subject.tokenizer)
     try:
         await scorer.start()
-        # As many examples of every label.
+        # The same number of examples of every label.
         own_by_label = _by_label(subject.rubric, subject.examples)
         each = -(-rows // len(own_by_label))
         chosen = [example for own in own_by_label.values() for example in spread(own, each)]
@@ -337,7 +336,7 @@ async def _try_known(
     gold: Gold | None,
     findings: Findings,
 ) -> list[Verdict]:
-    """Score gold and wrong completions, and report everything that follows from their rewards."""
+    """Score gold and wrong completions, and report the findings that follow from their rewards."""
     config, rubric = subject.config, subject.rubric
     assert rubric is not None
     tried = await try_cases(trial, chosen, gold)
@@ -370,7 +369,7 @@ def _by_label(
 async def _find_gold(
     trial: Trial, subject: Subject, chosen: Sequence[Example], findings: Findings
 ) -> Gold | None:
-    """Find where gold completions come from, separately for each label, and report it."""
+    """Find the source of gold completions for each label, and report it."""
     labels = _by_label(subject.rubric, chosen)
     found = {
         label: await _find_gold_of(trial, subject, own, f" of {label}" if label else "", findings)
@@ -385,7 +384,7 @@ async def _find_gold(
 async def _find_gold_of(
     trial: Trial, subject: Subject, chosen: Sequence[Example], of: str, findings: Findings
 ) -> Gold | None:
-    """The gold of rows that have the same rewards; `of` says in the report whose they are."""
+    """The gold of rows with the same rewards; `of` names their label in the report."""
     answer_column = subject.config.rewards.answer_column
     column = gold_column(chosen, answer_column)
     if column is None:
@@ -423,7 +422,7 @@ async def _find_gold_of(
 async def _score_again(
     trial: Trial, rubric: Rubric, chosen: Sequence[Example], tried: Sequence[Sequence[Verdict]]
 ) -> list[Finding]:
-    """Repeat the same calls, then score some completions one by one: are rewards deterministic and independent?"""
+    """Repeat the same calls, then score some completions one by one, to see if rewards are deterministic and independent."""
     if rubric.stateful:
         return _not_again("a reward says that it keeps state, so calls may differ")
     if trial.given_up:
@@ -462,7 +461,7 @@ def _not_again(why: str) -> list[Finding]:
 async def _metrics_on_gold(
     subject: Subject, scorer: Scorer, rows: int, gold: Gold | None
 ) -> Finding:
-    """Call `compute_metrics` on gold completions, or on empty ones if there is no gold, and report whether it works."""
+    """Call `compute_metrics` on gold completions (empty ones without gold), and report whether it works."""
     examples = spread(subject.held_out or subject.train, rows)
     texts = [next(iter(gold.texts(example)), "") if gold else "" for example in examples]
     what = "gold completions" if any(texts) else "empty completions"

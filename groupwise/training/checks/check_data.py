@@ -20,13 +20,13 @@ from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.tools import Schema
 
 MEASURED = 2000
-"""Prompts of a dataset whose length is measured, evenly spread over it."""
+"""Largest number of prompts of a dataset whose length is measured, evenly spread over it."""
 
 T = TypeVar("T")
 
 
 def check_hooks(task: Task) -> Finding:
-    """Every hook that is there can be called, and they suffice for some verb. Raises TaskError with all that is wrong."""
+    """Report the task's hooks. Raises TaskError with all problems if one cannot be called, or if they suffice for no command."""
     there = [hook for hook in HOOKS if task.has(hook)]
     wrong: list[str] = []
     for hook in there:
@@ -76,9 +76,9 @@ def check_dataset(
     same: SameAs,
     tools: Sequence[Schema] = (),
 ) -> Iterator[Finding]:
-    """Size, columns and lengths, then what is wrong with them. `room` is that of the model for a prompt, in tokens.
+    """Report size, columns and lengths of a dataset, then its problems. `room` is the number of tokens that the model leaves for a prompt.
 
-    `tools` are those that the prompts of chats describe.
+    `tools` are the schemas of the tools that are described in chat prompts.
     """
     lengths, unit = prompt_lengths(examples, tokenizer, tools)
     sizes = {"min": min(lengths), "median": median(lengths), "max": max(lengths)}
@@ -138,7 +138,7 @@ def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
 
 
 def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) -> Iterator[Finding]:
-    """Size and columns of what a teacher wrote, or what is wrong with it, which keeps nothing else from being looked at."""
+    """Report size and columns of a supervised dataset, or its error, which does not stop the other checks."""
     for hook, name in (
         ("get_sft_dataset", "sft data"),
         ("get_sft_eval_dataset", "sft held-out data"),
@@ -190,7 +190,7 @@ def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: S
 def first_prompts(
     examples: Sequence[Example], tokenizer: Any, count: int, tools: Sequence[Schema] = ()
 ) -> list[str]:
-    """The first prompts as the model sees them; without a tokenizer, as they are written."""
+    """The first prompts as the model sees them; without a tokenizer, the prompts of the rows."""
     if tokenizer is None:
         return [written(example.prompt) for example in examples[:count]]
     ids = [
@@ -200,7 +200,7 @@ def first_prompts(
 
 
 def written(prompt: Prompt) -> str:
-    """A prompt as text: of a chat, each message with its role."""
+    """A prompt as text; for a chat, each message with its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in prompt)
@@ -209,7 +209,7 @@ def written(prompt: Prompt) -> str:
 def prompt_lengths(
     examples: Sequence[Example], tokenizer: Any, tools: Sequence[Schema] = ()
 ) -> tuple[list[int], str]:
-    """Lengths of prompts spread over the dataset, and their unit."""
+    """Lengths of prompts spread over the dataset, and their unit (tokens or characters)."""
     chosen = spread(examples, MEASURED)
     if tokenizer is None:
         return [len(written(example.prompt)) for example in chosen], "characters"
@@ -226,7 +226,7 @@ def spread(found: Sequence[T], count: int) -> list[T]:
 
 
 def described_columns(examples: Sequence[Example]) -> dict[str, str]:
-    """Each column with what it holds, and how many rows lack it."""
+    """For each column, the type of its values, and how many rows lack it."""
     kinds: dict[str, Counter[str]] = {}
     for example in examples:
         for column, value in example.columns.items():
@@ -240,7 +240,7 @@ def described_columns(examples: Sequence[Example]) -> dict[str, str]:
 
 
 def kind(value: Any) -> str:
-    """Name the type of a value in a word or two."""
+    """The name of a value's type in a word or two, for people."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -272,7 +272,7 @@ def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
 
 
 def _repeated_prompts(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
-    """Prompts that occur several times."""
+    """Report prompts that occur several times."""
     counts = Counter(map(same, examples))
     surplus = len(examples) - len(counts)
     if not surplus:

@@ -1,9 +1,9 @@
-"""The checks of `groupwise check` on an environment: it can be made, begins alike for all members, answers a turn, and gives rewards.
+"""The checks of `groupwise check` on an environment: it can be created, starts the same for all members, answers a turn and gives rewards.
 
-Whether it gives the right rewards only its task knows: there is no gold for a conversation. If the environment gives the rewards itself,
-players that need no model play some games in it: some say nothing or nonsense, some guess among the words that they have read or among
-numbers, some say what the row holds, which is often the answer. They play as in training: the prompts, limits and parts are those of
-`EnvironmentRollouts`, only the sampler is replaced.
+Only the task knows whether the rewards are right: a conversation has no gold answer. If the environment itself gives the rewards,
+players without a model play some games in it: some say nothing or nonsense, some guess a word that they have read or a number, some say
+the contents of the row, which often include the answer. They play as in training, with the prompts, limits and parts of
+`EnvironmentRollouts`; only the sampler is replaced.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from groupwise.training.checks.check_rewards import distribution, is_constant, m
 from groupwise.training.config import RunConfig, view
 
 ROWS = 8
-"""Rows whose games are played, spread over the data."""
+"""Number of rows whose games are played, spread over the data."""
 BUDGET = 20.0
-"""Seconds after which no further row is begun."""
+"""Seconds after which no further row is started."""
 NUMBERS = 10
 """Numbers are guessed from 0 to this one."""
 
 
 async def check_environment(task: Task, config: RunConfig, example: Example) -> Finding:
-    """Begin two members of a group, take one turn with nonsense, and end."""
+    """Start two members of a group, answer one turn with nonsense, and end them."""
     if task.spec is None or config.rollout.in_process:
         host = LocalHost(Sessions(task.environment(view(config))))
     else:
@@ -112,11 +112,11 @@ def _broken_environment(reason: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The knowledge of a player when it answers."""
+    """The information that a player answers from."""
 
     example: Example
     context: str
-    """All that was said so far, the prompt included."""
+    """The text of the conversation so far, including the prompt."""
     turn: int
     random: Random
 
@@ -133,7 +133,7 @@ def _random_number(seen: Seen) -> str:
 
 
 def _columns_in_turn(seen: Seen) -> str:
-    """One column of the row in each turn."""
+    """Say one column of the row in each turn."""
     texts = [text for value in seen.example.columns.values() for text in _texts(value)]
     return texts[seen.turn % len(texts)] if texts else GARBAGE
 
@@ -151,7 +151,7 @@ PLAYERS: tuple[tuple[str, Player], ...] = (
     *[("a word of the prompt", _random_word)] * 3,
     *[("a number", _random_number)] * 3,
 )
-"""The members of each group, with what they say."""
+"""The members of each group: a name, and the function that gives the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Game:
 
     @property
     def given(self) -> list[float]:
-        """The weighted rewards that the environment gave; parts without weight are left out."""
+        """The weighted rewards that the environment gave; parts without a weight are left out."""
         parts = self.rollout.parts
         return [
             part.weight * part.value for part in parts if part.weight and part.value is not None
@@ -175,7 +175,7 @@ class Game:
 
 
 class Crowd:
-    """Writes the completions of one group's players, where training has a sampler; seeds say who is asked in which turn."""
+    """Replaces the sampler: writes the completions of a group's players. The seed of a request determines the player and the turn."""
 
     def __init__(self, tokenizer: Any, example: Example) -> None:
         self._tokenizer = tokenizer
@@ -205,7 +205,7 @@ class Crowd:
 async def play(
     config: RunConfig, task: Task, tokenizer: Any, examples: Sequence[Example], room: int | None
 ) -> list[Game]:
-    """A game of each player for some of the rows. Raises EnvironmentWorkerError where no environment can be held."""
+    """Play one game per player on some of the rows. Raises EnvironmentWorkerError if no environment can be run."""
     tools = rollout_builder.check_rollouts(config, task, ())
     rollouts = rollout_builder.build_rollouts(config, task, tokenizer, room)
     end: int | None = tokenizer.eos_token_id
@@ -236,7 +236,7 @@ async def play(
 
 
 def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
-    """Games that failed, then what the others earned."""
+    """Report failed games, then the rewards of the others."""
     failed = [game for game in games if game.failed]
     if failed:
         reasons = Counter(game.rollout.reason or game.rollout.outcome for game in failed)
@@ -289,7 +289,7 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
 
 
 def games_table(games: Iterable[Game]) -> list[dict[str, Any]]:
-    """A table of what each player earned, with the columns of `check_rewards.table`."""
+    """A table of the rewards that each player earned, with the columns of `check_rewards.table`."""
     by_player: dict[str, list[Game]] = {}
     for game in games:
         by_player.setdefault(game.player, []).append(game)

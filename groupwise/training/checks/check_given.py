@@ -1,9 +1,10 @@
 """Scores given completions: from a JSONL file, from an evaluation's results, or from the record of a run.
 
     {"prompt": …, "completion": "…"}      the prompt as the task gives it: text or messages
-    {"example": 3, "completion": "…"}     row 3 of the training data, from 0
+    {"example": 3, "completion": "…"}     row 3 of the training data, counted from 0
 
-Results of `groupwise eval` (a JSON file with `rows`) have both. A run's rollouts carry their own examples, and what they earned then.
+Results of `groupwise eval` (a JSON file with `rows`) have both. A run's rollouts contain their own examples and the rewards that they
+earned in the run.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from groupwise.training.evaluation.measures import Success, distinct_share
 MOST_ROLLOUTS = 512
 """Approximate number of rollouts of a run that are scored again, from its newest steps."""
 FEW = 8
-"""Completions below which it means little that none of them is right."""
+"""With fewer completions than this, it means little that none of them is right."""
 NEAR = 1e-6
-"""Rewards that differ by less are what was recorded."""
+"""Rewards that differ by less count as equal to the recorded ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class GivenGroup:
     example: Example
     texts: tuple[str, ...]
     recorded: tuple[float | None, ...] = ()
-    """The reward that each earned in its run; empty if it is not known."""
+    """The reward of each completion in its run; empty if unknown."""
 
 
 def load_given(
     source: str, train: Sequence[Example], held_out: Sequence[Example], runs_dir: Path
 ) -> list[GivenGroup]:
-    """The completions in a file, or in the record of a run. UsageError for what is neither, or does not fit the task."""
+    """Load the completions of a file or of a run's record. Raises UsageError for other sources, and for rows that do not match the task."""
     path = Path(source).expanduser()
     if path.is_file():
         by_prompt = {prompt_key(example.prompt): example for example in (*held_out, *train)}
@@ -96,7 +97,7 @@ def load_given(
 
 
 async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[Verdict]]:
-    """The verdicts, a list for each group."""
+    """Score the completions; returns a list of verdicts per group."""
     return [
         [
             Verdict(group.example.row_number, "given", text, member)
@@ -111,7 +112,7 @@ async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[V
 def judge_given(
     groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]], success: Success
 ) -> list[Finding]:
-    """Their distribution, groups without signal, whether any is a success, failures, and whether they earn what they earned."""
+    """Report the rewards' distribution, groups without signal, successes, failures, and whether rewards equal the recorded ones."""
     every = [rewards_of(verdicts) for verdicts in tried]
     values = [value for rewards in every for value in rewards]
     total = sum(len(group.texts) for group in groups)
@@ -252,7 +253,7 @@ _EXPECTED = 'Expected one JSON object in each line: {"prompt": …, "completion"
 
 
 def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """The rows with their places for messages."""
+    """The rows, each with its position for messages."""
     text = path.read_text(encoding="utf-8")
     whole = _parse_json(text)
     if isinstance(whole, Mapping) and isinstance(whole.get("rows"), list):  # type: ignore[reportUnknownMemberType]
@@ -284,7 +285,7 @@ def _example_of(
     by_prompt: Mapping[str, Example],
     by_index: Mapping[int, Example],
 ) -> Example:
-    """The prompt says which example is meant; where it is not given, the number does."""
+    """The example of a row: that with its prompt or, without a prompt, that with its number."""
     if "prompt" in row:
         found = by_prompt.get(prompt_key(row["prompt"]))
         what = f"the prompt {json.dumps(row['prompt'], ensure_ascii=False)[:60]}"

@@ -1,11 +1,11 @@
-"""Completions whose worth is known in advance: right ones made from gold answers, and wrong ones.
+"""Completions of known quality: right ones, made from gold answers, and wrong ones.
 
-What a right completion looks like is known to the task alone. A task that wants to be checked exactly has a column
-`gold_completion`: the text that a perfect model would write, or a list of several such. It is a column and not a hook, because it
-belongs to a row, comes out of JSONL as well as out of Python, and reaches the rewards like any other column.
+Only the task knows the form of a right completion. For an exact check, a task has a column `gold_completion`: the text that a perfect
+model would write, or a list of such texts. It is a column and not a hook, because it belongs to a row, can come from JSONL as well as
+from Python, and reaches the rewards like any other column.
 
-Without it the gold answer is taken from the column that holds it and is written in the usual ways (plain, in tags, boxed); the one that
-the rewards read is taken for the task's own, and the report says which it was.
+Without it, the gold answer comes from the column that holds it and is written in the usual ways (plain, in tags, boxed). The way that
+the rewards can read is assumed to be the task's own, and the report names it.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ LAYOUTS = {
     "boxed": "\\boxed{{answer}}",
     "after ####": "#### {answer}",
 }
-"""How a completion may hold its answer; `{stored}` is the column's text, `{answer}` the answer in it."""
+"""The ways to write an answer in a completion; `{stored}` is the column's text, `{answer}` the answer in it."""
 
 Kind = Literal["gold", "another's gold", "empty", "garbage", "prompt echoed", "very long"]
 
 GARBAGE = "Qzxv wkjp blorf, snerd quux."
 LONG_CHARACTERS = 20_000
-"""More than any limit of tokens lets through in practice."""
+"""Length in characters, more than any limit on tokens allows in practice."""
 OTHERS = 2
-"""Gold answers of other rows that are tried on each row."""
+"""Number of other rows whose gold answers are tried on each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """The source of the gold completions: a column and how its answers are written."""
+    """The source of the gold completions: a column, and how its answers are written."""
 
     column: str
     layout: str | None
-    """A key of LAYOUTS; None where the column holds whole completions."""
+    """A key of LAYOUTS; None if the column holds complete completions."""
     is_read: bool = field(default=True, kw_only=True)
-    """True if the rewards tell right from wrong in this layout."""
+    """True if the rewards distinguish right from wrong in this layout."""
 
     def texts(self, example: Example) -> tuple[str, ...]:
-        """The right completions of a row, one for each accepted form; empty where the row has no gold."""
+        """The right completions of a row, one for each accepted form; empty if the row has no gold."""
         forms = accepted_forms(example.columns.get(self.column))
         if self.layout is None:
             return forms
@@ -69,7 +69,7 @@ class Gold:
 
 @dataclass(frozen=True, slots=True)
 class GoldByLabel(Gold):
-    """The gold of each label, if the rows of several tasks have rewards of their own."""
+    """The gold of each label, if rows of several tasks have their own rewards."""
 
     golds: Mapping[str | None, Gold]
     label_of: Callable[[Mapping[str, Any]], str | None]
@@ -78,7 +78,7 @@ class GoldByLabel(Gold):
     def of(
         cls, golds: Mapping[str | None, Gold], label_of: Callable[[Mapping[str, Any]], str | None]
     ) -> GoldByLabel:
-        """`golds` has only the labels whose rows have gold."""
+        """Combine the gold of several labels; `golds` contains only labels whose rows have gold."""
         columns = dict.fromkeys(gold.column for gold in golds.values())
         layouts = dict.fromkeys(gold.layout for gold in golds.values() if gold.layout)
         is_read = any(gold.is_read for gold in golds.values())
@@ -99,12 +99,12 @@ class Case:
 
 
 def gold_columns(answer_column: str | None = None) -> tuple[str, ...]:
-    """The columns that may hold gold, whole completions before answers; `answer_column` is `rewards.answer_column`."""
+    """The columns that may hold gold: complete completions before answers. `answer_column` is `rewards.answer_column`."""
     return (GOLD_COMPLETION, *(GOLD_COLUMNS if answer_column is None else (answer_column,)))
 
 
 def gold_column(examples: Sequence[Example], answer_column: str | None = None) -> str | None:
-    """The column that holds the gold; None where there is none."""
+    """The column that holds the gold; None if there is none."""
     for name in gold_columns(answer_column):
         if any(accepted_forms(example.columns.get(name)) for example in examples):
             return name
@@ -124,9 +124,9 @@ def accepted_forms(value: Any) -> tuple[str, ...]:
 
 
 def answer_in(stored: str) -> str:
-    """The answer within the column's text where it is marked there, else all of it.
+    """The marked answer in the column's text; without a mark, the whole text.
 
-    A text that is a box and nothing else stays one, as rewards that compare text ask for it.
+    A text that consists only of a box stays boxed, because rewards that compare text require the box.
     """
     whole = stored.strip()
     marked = marked_answer(whole, boxes=True)
@@ -134,13 +134,13 @@ def answer_in(stored: str) -> str:
 
 
 def laid_out(stored: str, layout: str) -> str:
-    """A gold answer as a completion."""
+    """A gold answer as a completion in this layout."""
     pattern = LAYOUTS[layout]
     return pattern.replace("{stored}", stored).replace("{answer}", answer_in(stored))
 
 
 def cases_of(example: Example, others: Sequence[Example], gold: Gold | None) -> list[Case]:
-    """The right completions of an example, and wrong ones: other rows' gold, nothing, nonsense, the prompt, too much."""
+    """The right completions of an example and wrong ones: other rows' gold, nothing, nonsense, the prompt, an overlong text."""
     right = gold.texts(example) if gold else ()
     cases = [Case("gold", text) for text in right]
     cases += [Case("another's gold", text) for text in _wrong_golds(right, others, gold)]
@@ -167,7 +167,7 @@ def echo(example: Example) -> str:
 def _wrong_golds(
     right: Sequence[str], others: Sequence[Example], gold: Gold | None
 ) -> Sequence[str]:
-    """Gold completions of other rows that are none here."""
+    """Gold completions of other rows that are wrong for this row."""
     if gold is None:
         return ()
     known = {_normalise_case(text) for text in right}
@@ -182,5 +182,5 @@ def _wrong_golds(
 
 
 def _normalise_case(text: str) -> str:
-    """Equal for texts that differ in case and spaces only."""
+    """A key that is equal for texts that differ only in case and spaces."""
     return " ".join(text.split()).casefold()

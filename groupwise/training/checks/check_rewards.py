@@ -1,8 +1,8 @@
-"""Rewards tried on completions whose worth is known: `Trial` calls them as training does, the functions below judge.
+"""Tries rewards on completions of known quality: `Trial` calls them as training does, the `judge_…` functions report findings.
 
-find_layout      how a gold answer has to be written to earn anything
-try_cases        gold and wrong completions of some rows, one call for each row
-judge_…          one finding each, from the verdicts alone
+find_layout      how a gold answer has to be written for the rewards to read it
+try_cases        scores gold and wrong completions of some rows, with one call per row
+judge_…          one finding each, based only on the verdicts
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from groupwise.tasks.rewards.rubric import NO_REWARD
 from groupwise.training.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
 
 LAYOUT_ROWS = 4
-"""Rows on which each way of writing a gold answer is tried."""
+"""Number of rows on which each way of writing a gold answer is tried."""
 ALONE_ROWS = 2
-"""Rows whose completions are also scored one by one."""
+"""Number of rows whose completions are also scored one by one."""
 SAME = 1e-9
-"""Rewards that differ by less are the same."""
+"""Rewards that differ by less count as equal."""
 CHEAP = 0.25
-"""A completion without an answer that earns so much of what gold earns above the worst, is worth a warning."""
+"""A completion without an answer causes a warning above this fraction of the range from the lowest reward to gold's."""
 SLOW = 0.5
-"""Share of the time limit above which a call is called slow."""
+"""Fraction of the time limit above which a call is reported as slow."""
 MAX_TIMEOUTS_IN_A_ROW = 3
-"""Calls in a row that take too long before the rewards are given up: each costs the whole time limit, and more would say the same."""
+"""Number of time-outs in a row after which rewards are no longer called: each costs the full time limit and shows nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +48,34 @@ class Verdict:
 
 @dataclass(slots=True)
 class Trial:
-    """Calls the rewards as training does, and notes how long each call took.
+    """Calls the rewards as training does and measures each call.
 
-    After `MAX_TIMEOUTS_IN_A_ROW` calls in a row that took too long it calls no more: everything else comes back as timed out, with that
-    reason.
+    After `MAX_TIMEOUTS_IN_A_ROW` time-outs in a row, the rewards are no longer called: all further completions count as timed out, with
+    that reason.
     """
 
     scorer: Scorer
     tokenizer: Any
-    """None if there is none: functions that ask for `completion_ids` then get empty lists."""
+    """None without a tokenizer: functions that require `completion_ids` then receive empty lists."""
     seconds: list[float] = field(default_factory=list[float])
     """Duration of each call in seconds."""
     most: int = 0
     """Number of completions in the largest call."""
     too_long: int = 0
-    """Number of calls in a row, up to the last one, that took too long."""
+    """Number of time-outs in a row, up to the last call."""
     reason: str | None = None
     """The reason of the last time-out."""
     _ids_of: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     @property
     def given_up(self) -> str | None:
-        """Why the rewards are no longer called; None as long as they are."""
+        """Why the rewards are no longer called; None if they are."""
         if self.too_long < MAX_TIMEOUTS_IN_A_ROW:
             return None
         return f"given up after {self.too_long} time-outs in a row; the last one: {self.reason}"
 
     async def score(self, example: Example, texts: Sequence[str]) -> tuple[MemberScore, ...]:
-        """The verdicts on completions of one example, asked for in one call."""
+        """Score completions of one example in one call."""
         count = len(texts)
         if self.given_up:
             return unscored(count, "timed_out", self.given_up).members
@@ -92,14 +92,14 @@ class Trial:
         score = await self.scorer.score(request)
         self.seconds.append(time.perf_counter() - started)
         self.most = max(self.most, count)
-        # A call is stopped as a whole, so the reason of one member applies to all.
+        # A call is stopped as a whole, so one member's reason applies to all members.
         reasons = [member.reason for member in score.members if member.outcome == "timed_out"]
         self.too_long = self.too_long + 1 if reasons else 0
         self.reason = reasons[0] if reasons else None
         return score.members
 
     def _ids(self, text: str) -> list[int]:
-        """The tokens of a completion; most are tried on many rows and more than once, so each is cut up only once."""
+        """The tokens of a completion; cached, because most completions are tried on many rows."""
         if self.tokenizer is None:
             return []
         if text not in self._ids_of:
@@ -110,18 +110,18 @@ class Trial:
 async def find_layout(
     trial: Trial, examples: Sequence[Example], column: str
 ) -> tuple[str, dict[str, float], bool]:
-    """The way of writing gold answers that the rewards read, what each way earns on average, and whether any of them is read.
+    """Find the layout of gold answers that the rewards can read. Returns it, the mean reward of each layout, and whether any can be read.
 
-    It is read where a row's own answer earns something else than another row's, be it more or less: a reward that is the wrong way
-    round must not hide behind a layout that it does not understand. Of ways that are read alike the one that earns most is taken.
+    A layout can be read if a row's own answer earns more or less than another row's. Less counts as well: otherwise a reward with the wrong
+    sign would be taken for one that cannot read the layout. Of layouts that are read equally well, the one that earns most is chosen.
     """
     own: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     margins: dict[str, list[float]] = {layout: [0.0] for layout in LAYOUTS}
     with_gold = [each for each in examples if accepted_forms(each.columns.get(column))]
     for example in with_gold[:LAYOUT_ROWS]:
         stored = accepted_forms(example.columns[column])[0]
-        # The gold answer of another row that is not an accepted form of this one; the same answer
-        # if there is none.
+        # The gold answer of another row that is not an accepted form of this row's; if there is none,
+        # the same answer.
         forms = accepted_forms(example.columns[column])
         others = (accepted_forms(each.columns[column])[0] for each in with_gold)
         other = next((answer for answer in others if answer not in forms), forms[0])
@@ -142,7 +142,7 @@ async def find_layout(
 async def try_cases(
     trial: Trial, examples: Sequence[Example], gold: Gold | None
 ) -> list[list[Verdict]]:
-    """The verdicts on gold and wrong completions, a list for each example."""
+    """Score gold and wrong completions; returns a list of verdicts per example."""
     tried: list[list[Verdict]] = []
     for place, example in enumerate(examples):
         others = [*examples[place + 1 :], *examples[:place]]
@@ -161,7 +161,7 @@ async def try_cases(
 
 
 def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
-    """Completions that could not be scored: because a reward broke down, or because none applied."""
+    """Report completions that could not be scored, because a reward failed or because none applied."""
     broken = [v for v in verdicts if v.member.outcome != "scored" and v.member.reason != NO_REWARD]
     if not broken:
         yield Finding("exceptions", "ok", f"none in {len(verdicts)} completions")
@@ -193,8 +193,10 @@ def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
 
 
 def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:
-    """Report whether the reward tells completions apart at all. Without gold all tried completions are wrong, and may well earn the
-    same."""
+    """Report whether rewards differ between completions at all.
+
+    Without gold, all tried completions are wrong and may rightly earn the same.
+    """
     with_gold = gold is not None
     every = [rewards_of(verdicts) for verdicts in tried]
     every = [rewards for rewards in every if len(rewards) > 1]
@@ -327,7 +329,7 @@ def judge_forms(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
 
 
 def judge_cheap(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
-    """Completions that hold no answer and earn something all the same."""
+    """Report completions that contain no answer but still earn a reward."""
     names = {
         "empty": "saying nothing",
         "prompt echoed": "repeating the prompt",
@@ -352,7 +354,7 @@ def judge_cheap(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
 
 
 def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Finding]:
-    """Each reward function by itself: how often it applies, and whether it ever changes (which without gold says nothing)."""
+    """Report for each reward function how often it applies and whether it ever varies (which means nothing without gold)."""
     parts = part_values(verdicts)
     failures = Counter(name for v in verdicts for name in v.member.notes.get("failed_rewards", ()))
     for name, values in parts.items():
@@ -423,7 +425,7 @@ def judge_alone(together: Sequence[MemberScore], alone: Sequence[MemberScore]) -
 
 
 def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
-    """How long a call takes, against `rewards.time_limit`. The first may import and load things."""
+    """Report the duration of calls, compared with `rewards.time_limit`. The first call may include imports and loading."""
     first, later = trial.seconds[0], trial.seconds[1:] or trial.seconds
     usual, worst = median(later), max(later)
     data = {
@@ -454,7 +456,7 @@ def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
 
 
 def table(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
-    """A table of what each kind of completion earned: count, failures, and means of total and parts."""
+    """A table of the rewards by kind of completion: count, failures, and means of total and parts."""
     by_kind: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_kind.setdefault(verdict.kind, []).append(verdict)
@@ -471,7 +473,7 @@ def table(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
 
 
 def part_values(verdicts: Iterable[Verdict]) -> dict[str, list[float | None]]:
-    """The values of each part, None where it does not apply."""
+    """The values of each part, with None if it does not apply."""
     values: dict[str, list[float | None]] = {}
     for verdict in verdicts:
         for part in verdict.member.parts:
@@ -480,28 +482,28 @@ def part_values(verdicts: Iterable[Verdict]) -> dict[str, list[float | None]]:
 
 
 def rewards_of(verdicts: Iterable[Verdict]) -> list[float]:
-    """The totals of those that were scored."""
+    """The total rewards of the scored completions."""
     return [v.member.reward for v in verdicts if v.member.reward is not None]
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Mean, spread and range."""
+    """Mean, standard deviation and range."""
     return {"mean": fmean(values), "std": pstdev(values), "min": min(values), "max": max(values)}
 
 
 def is_constant(values: Sequence[float]) -> bool:
-    """True if all values are the same, up to `SAME`."""
+    """True if all values are equal, up to `SAME`."""
     return max(values) - min(values) <= SAME
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are there."""
+    """The mean of the values that are not None; None if there are none."""
     given = [value for value in values if value is not None]
     return fmean(given) if given else None
 
 
 def seconds(value: float) -> str:
-    """A short time for people."""
+    """A short duration as text."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
@@ -511,14 +513,14 @@ def _reward(verdict: Verdict) -> float:
 
 
 def _right_and_wrong(verdicts: Sequence[Verdict]) -> tuple[Verdict | None, list[Verdict]]:
-    """The preferred gold completion and all wrong ones, of those that were scored."""
+    """The preferred gold completion and all wrong ones, as far as they were scored."""
     scored = [v for v in verdicts if v.member.reward is not None]
     right = next((v for v in scored if v.kind == "gold"), None)
     return right, [v for v in scored if v.kind != "gold"]
 
 
 def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
-    """How far a kind of completion gets from the worst one to gold; None where that cannot be said."""
+    """The reward of a kind of completion as a fraction of the range from the worst to gold; None if that cannot be computed."""
     right, wrong = _right_and_wrong(verdicts)
     rewards_of_kind = [_reward(v) for v in wrong if v.kind == kind]
     if right is None or not rewards_of_kind:

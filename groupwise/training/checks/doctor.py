@@ -1,12 +1,12 @@
-"""`groupwise doctor`: checks that model, template and engine work on this machine, and estimates what a run will cost.
+"""`groupwise doctor`: checks that model, template and engine work on this machine, and estimates the cost of a run.
 
     machine      libraries, cores, device, memory, disk, random numbers        (doctor_machine)
-    tokenizer    template, beginnings and ends, what further turns change      (doctor_template)
+    tokenizer    template, first and last tokens, effect of further turns      (doctor_template)
     engine       masks, log-probability gap, batch invariance, publication     (doctor_engine)
     cost         peak memory, tokens per second, seconds of a step             (doctor_cost)
 
-It builds what `groupwise rl` would build from the same config, samples a few short completions, makes one update that is thrown away,
-and writes nothing but publications, which it removes.
+It builds the same parts as `groupwise rl` with this config, samples a few short completions, makes one update that is discarded, and
+writes only publications, which it removes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def doctor(
 ) -> Report:
     """Examine model, template and engine on this machine: the command `groupwise doctor`.
 
-    Without a config it is that of the model `tiny`; with a task its prompts are asked, otherwise some of our own. Raises `UsageError`
-    for a config, task or model that cannot be used at all.
+    Without a config, that of the model `tiny` is used. Prompts come from the task or, without one, are built in. Raises `UsageError` if
+    the config, task or model is unusable.
     """
     findings = Findings(on_finding)
     loaded = load_config({"model": {"name": "tiny"}} if config is None else config, overrides)
     libraries = doctor_machine.libraries(doctor_machine.installed_versions())
     findings.add(libraries)
-    if libraries.level == "problem":  # the rest would need them
+    if libraries.level == "problem":  # all further checks need the libraries
         return Report("this machine", tuple(findings.found), CODE)
     library.import_first(loaded.config.model)
-    load = os.getloadavg()[0]  # of the others: nothing has been computed yet
+    load = os.getloadavg()[0]  # by other programs: nothing has been computed yet
 
     from groupwise.training.checks.doctor_examination import examine_all
 

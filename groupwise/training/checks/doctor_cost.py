@@ -1,8 +1,8 @@
-"""Estimates what a run will cost on this machine, from a short measurement of sampling and learning.
+"""Estimates the cost of a run on this machine from a short measurement of sampling and learning.
 
-Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same however many slots are.
-Whole groups are learnt from. Scoring is left out: rewards run beside it in other processes, and only the task knows. So is
-the time that an environment takes; what its turns cost the model is not: each reads the conversation again, which is measured too.
+Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same for any number of occupied slots.
+Training is measured on whole groups. Scoring is not included: rewards run concurrently in other processes, and only the task knows
+their duration. Nor is an environment's own time; but each of its turns reads the conversation again, and that cost is measured.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from groupwise.training.config import DEFAULT_ALGORITHM, RunConfig
 from groupwise.training.sft_config import SftConfig
 
 BUDGET = 12.0
-"""Seconds that a measurement of sampling, or of learning, may take."""
+"""Seconds that one measurement of sampling or of learning may take."""
 FEW_TOKENS, MANY_TOKENS = 4, 64
-"""The first measurement is of few, which says how many the second may have."""
+"""Tokens of the first and, at most, of the second measurement. The first shows how many the second can afford."""
 READ_TOKENS = 512
-"""Longest conversation, in tokens, whose reading is measured."""
+"""Longest conversation, in tokens, whose reading (prefill) is measured."""
 MIB = 2**20
 
 Clock = Callable[[], float]
@@ -38,24 +38,24 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Measured speeds of an rl run."""
+    """Measured speeds of an RL run."""
 
     sampling: float
-    """Tokens per second, with all slots occupied."""
+    """Tokens per second with all slots occupied."""
     learning: float
-    """Completion tokens per second, their prompts included."""
+    """Completion tokens per second; the time includes their prompts."""
     publishing: float
-    """Seconds of an update, its publication, and loading it."""
+    """Seconds of an update, its publication and loading it."""
     tokens: int
-    """Length of the measured completions."""
+    """Length of the measured completions in tokens."""
     reading: float = float("inf")
-    """Tokens of a prompt per second; infinite where nothing is read twice, and was not measured."""
+    """Prompt tokens per second (prefill). Infinite, and not measured, if no conversation is read twice."""
 
 
 async def measure(
     engine: Engine, config: RunConfig, slots: int, version: int, clock: Clock = time.perf_counter
 ) -> Speeds:
-    """Sample, learn and publish for a few seconds each."""
+    """Measure sampling, learning and publishing for a few seconds each."""
     limit = rollout_builder.longest_written(config)
     members = config.training.num_generations
     groups = max(1, min(slots // members, config.training.prompts_per_step))
@@ -79,12 +79,12 @@ async def measure(
 
 
 def _turns(config: RunConfig) -> int:
-    """Most completions of a rollout that are asked for with all that was said before."""
+    """Largest number of completions in a rollout that are requested with the whole conversation so far."""
     return config.rollout.max_turns if config.rollout.type == "environment" else 1
 
 
 async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> float:
-    """Tokens of a prompt per second, from the first token after one that is as long as a conversation becomes."""
+    """Prompt tokens per second: the time to the first token after a prompt as long as a conversation can become."""
     prompt = engine.prompts[0]
     length = min(READ_TOKENS, len(prompt) + rollout_builder.longest_completion(config) - 1)
     conversation = (prompt * (length // len(prompt) + 1))[:length]
@@ -95,7 +95,7 @@ async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> flo
 async def _sample(
     engine: Engine, groups: int, members: int, tokens: int, clock: Clock
 ) -> tuple[list[Row], float]:
-    """Groups of completions of exactly `tokens` tokens, as rows, and the seconds that they took."""
+    """Sample groups of completions of exactly `tokens` tokens. Returns them as rows, with the seconds taken."""
     params = replace(engine.params, max_tokens=tokens, stop_token_ids=(), stop=())
     requests = [
         GroupRequest(
@@ -126,7 +126,7 @@ async def _sample(
 
 
 async def _learning_speed(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
-    """Tokens per second of forward and backward: of one group, and then of as many as there is time for."""
+    """Tokens per second of forward and backward passes: first with one group, then with as many as the time allows."""
     seconds = await _backward(engine, rows[:members], clock)
     engine.learner.discard()
     affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
@@ -154,14 +154,14 @@ def estimate(
     usual_length: float | None,
     longest_prompt: int = 0,
 ) -> Finding:
-    """Estimate the seconds of a step and of the run. `usual_length`: mean tokens of completions that ended by themselves, None if some did
-    not.
+    """Estimate the seconds of a step and of the run.
 
-    The usual number of turns in an environment is not known: there is only a bound.
+    `usual_length` is the mean length in tokens of completions that ended by themselves; None if some did not. The usual number of turns
+    in an environment is unknown, so there is only an upper bound.
     """
     completions = config.training.prompts_per_step * config.training.num_generations
     turns = _turns(config)
-    # The bound is for rollouts that reach every limit; the learner also goes through what the environment said.
+    # The bound is for rollouts that reach every limit; the learner also processes the environment's text.
     written_tokens = rollout_builder.longest_written(config)
     whole = written_tokens if turns == 1 else rollout_builder.longest_completion(config)
     most = _step_seconds(
@@ -204,7 +204,7 @@ def estimate(
 def _step_seconds(
     speeds: Speeds, rollouts: int, written: float, learnt: float, read: float = 0.0
 ) -> float:
-    """Seconds of a step with these tokens per rollout: written by the policy, learnt from, and read again in later turns."""
+    """Seconds of a step with these numbers of tokens per rollout: written by the policy, trained on, and read again in later turns."""
     each = written / speeds.sampling + learnt / speeds.learning + read / speeds.reading
     return rollouts * each + speeds.publishing
 
@@ -222,7 +222,7 @@ class LessonSpeeds:
 async def measure_lessons(
     learner: Learner, lessons: LessonSet, config: SftConfig, clock: Clock = time.perf_counter
 ) -> LessonSpeeds:
-    """Learn from one example, and then from as many of a step as there is time for; nothing is kept."""
+    """Train on one example, and then on as many of a step as the time allows; the updates are discarded."""
     training, count = config.training, len(lessons.lessons)
     order = Order(count, training.seed, shuffle=config.data.shuffle)
     lessons_drawn = (
@@ -250,7 +250,7 @@ async def _supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clo
 def estimate_lessons(
     speeds: LessonSpeeds, lessons: LessonSet, config: SftConfig, steps: int
 ) -> Finding:
-    """Seconds of a step and of a supervised run, with usual rows and with the longest ones."""
+    """Estimate the seconds of a step and of a supervised run, with rows of average length and with the longest ones."""
     size = config.training.examples_per_step
     each = lessons.tokens / len(lessons.lessons)
     usual = size * each / speeds.learning + speeds.updating
@@ -274,7 +274,7 @@ def estimate_lessons(
 
 
 def peak(planned: float, peak_bytes: int | None) -> Finding:
-    """Compare the peak memory so far with the plan of a whole step (MiB)."""
+    """Compare the peak memory so far with the plan for a whole step (MiB)."""
     if peak_bytes is None:
         meaning = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
         return Finding(
@@ -298,7 +298,7 @@ def peak(planned: float, peak_bytes: int | None) -> Finding:
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `3 min`, `2.5 h`."""
+    """A duration as text: `0.4 s`, `12 s`, `3 min`, `2.5 h`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:

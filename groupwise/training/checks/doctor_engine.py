@@ -1,7 +1,7 @@
-"""The checks of `groupwise doctor` on sampler and learner together: what was sampled must be what is trained.
+"""The checks of `groupwise doctor` on sampler and learner together: the sampled tokens must be the trained ones.
 
-The functions below need no more than the two protocols, so that they hold for every engine. They work on a learner that is thrown
-away: `check_publication` makes one coarse update.
+The functions below need only the two protocols, so they work for every engine. The learner is discarded afterwards, because
+`check_publication` makes one coarse update.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from groupwise.training.loops.recording import MAX_GAP
 PROMPTS = 3
 MEMBERS = 4
 TOKENS = 32
-"""Longest completion that is sampled here: long enough to compare, short enough to wait for."""
+"""Longest completion that is sampled here, in tokens: long enough to compare, short enough to wait for."""
 EXACT_GAP = 1e-3
-"""Mean difference of log-probabilities (nats) for float32, where rounding explains less than 0.0001."""
+"""Largest accepted mean difference of log-probabilities (nats) for float32, in which rounding explains less than 0.0001."""
 COARSE_RATE = {"adapter": 3e-3, "full": 1e-4}
-"""Learning rate of the one update, by what is published: seen in every output, and no output is nonsense."""
+"""Learning rate of the one update, by kind of publication: large enough to change every output, too small to destroy the model."""
 LEAST_SLOPE = 0.9
-"""Share of a small change that has to reach a layer's output."""
+"""Fraction of a small change that must reach a layer's output."""
 SURELY = 4.0
-"""Standard deviations; what is less far below that share is the noise of rounding."""
+"""Number of standard deviations; a smaller shortfall from that fraction counts as rounding noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The sampler and learner under examination, with the prompts that they get."""
+    """The sampler and learner to examine, with their prompts."""
 
     sampler: Sampler
     learner: Learner
     tokenizer: Any
     params: SamplingParams
-    """The sampling parameters of the training, except for the number of tokens."""
+    """The sampling parameters of training, except for the number of tokens."""
     examples: tuple[Example, ...]
     prompts: tuple[tuple[int, ...], ...]
     dtype: str
     seed: int = 0
 
     async def sample(self, places: Sequence[int] | None = None) -> list[Group]:
-        """A group for each prompt, all at once, with the same seeds each time."""
+        """Sample a group for each prompt, all concurrently, with the same seeds each time."""
         chosen = range(len(self.prompts)) if places is None else places
         return await gather_all(
             sample_group(
@@ -82,7 +82,7 @@ class Engine:
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
-    """A training row for each rollout, with made-up credit that differs within each group."""
+    """A training row for each rollout, with artificial advantages that differ within each group."""
     credit = [
         tuple(RolloutCredit((-1.0) ** member, 1.0) for member in range(len(group.rollouts)))
         for group in groups
@@ -91,7 +91,7 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
 
 
 def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[int]) -> Finding:
-    """The trained tokens are the sampled ones, each once; a stop token ends those that stopped and stands nowhere else."""
+    """Check that each sampled token is trained exactly once, and that stop tokens occur only at the end of completions that stopped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     wrong: list[str] = []
     ended = 0
@@ -131,7 +131,7 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
 
 
 def judge_drift(tokenizer: Any, groups: Sequence[Group]) -> Finding:
-    """How often the text of a completion encodes to other tokens. Harmless here, because text is never encoded again."""
+    """Report how often the text of a completion encodes to other tokens. Harmless, because a run never encodes the text again."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     drifted = 0
     for rollout in rollouts:
@@ -160,7 +160,7 @@ async def check_gap(engine: Engine, rows: Sequence[Row], name: str) -> Finding:
 def judge_gap(
     sampled: Sequence[Sequence[float]], learnt: Sequence[Sequence[float]], dtype: str, name: str
 ) -> Finding:
-    """The mean difference, against what the number format explains and what a run warns of."""
+    """Judge the mean difference by the rounding of the number format and by the limit at which a run warns."""
     gaps = [
         abs(ours - theirs)
         for one, other in zip(sampled, learnt, strict=True)
@@ -171,7 +171,7 @@ def judge_gap(
     measured = (
         f"{mean:.2g} nats on average over {len(gaps)} tokens, {worst:.2g} at most, in {dtype}"
     )
-    if not mean <= MAX_GAP:  # also where it is no number
+    if not mean <= MAX_GAP:  # true for NaN as well
         return Finding(
             name,
             "problem",
@@ -202,7 +202,7 @@ def judge_gap(
 
 
 async def check_invariance(engine: Engine, together: Sequence[Group]) -> Finding:
-    """Report whether a group sampled alone is bit-equal to the one that was sampled among others."""
+    """Report whether a group that is sampled alone is bit-equal to the same group sampled among others."""
     (alone,) = await engine.sample([0])
     name = "batch invariance"
     pairs = [
@@ -248,7 +248,7 @@ async def publish(engine: Engine, version: int) -> Policy:
 async def check_publication(
     engine: Engine, before: Policy, groups: Sequence[Group]
 ) -> list[Finding]:
-    """One coarse update, published: fingerprint and outputs of the sampler change, and agree with the learner."""
+    """Make one coarse update and publish it. Fingerprint and outputs of the sampler must change and match the learner's."""
     rows = rows_of(groups)
     tokens = float(sum(map(len, (row.completion_ids for row in rows))))
     algorithm = make(DEFAULT_ALGORITHM, {})
@@ -283,7 +283,7 @@ _REPORT = "this is a fault of the engine: please report it with the model's name
 def judge_publication(
     before: Policy, after: Policy, served: str, old: Sequence[Group], new: Sequence[Group]
 ) -> Finding:
-    """`served` is the fingerprint that the sampler names after the publication of `after`."""
+    """Judge a publication; `served` is the sampler's fingerprint after the publication of `after`."""
     name = "weight publication"
     changed = sum(
         _sampled_segments(a) != _sampled_segments(b) for a, b in zip(old, new, strict=True)
@@ -330,7 +330,10 @@ def _sampled_segments(group: Group) -> list[tuple[tuple[int, ...], tuple[float, 
 
 
 def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: float) -> Finding:
-    """How much of a step at the configured learning rate acts. `slopes`: layer, share, and the standard deviation of that, by chance."""
+    """Report how much of a step at the configured learning rate takes effect.
+
+    `slopes`: layer, fraction of the change that reaches its output, and the standard deviation of that fraction by chance.
+    """
     values = [value for _, value, _ in slopes]
     layer, worst, error = min(slopes, key=lambda each: each[1] + SURELY * each[2])
     data = {"learning_rate": learning_rate, "slopes": {layer: value for layer, value, _ in slopes}}
@@ -351,7 +354,7 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
 
 
 def failed(error: RunError, name: str) -> Finding:
-    """The finding for a check that the engine refused."""
+    """The finding for a check that the engine failed to run."""
     return Finding(
         name,
         "problem",

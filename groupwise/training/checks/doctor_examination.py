@@ -1,4 +1,4 @@
-"""The examination of `groupwise doctor`: everything that needs torch. What is wrong with a config, task or model raises `UsageError`."""
+"""The part of `groupwise doctor` that needs torch. Mistakes in config, task or model raise `UsageError`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ QUESTIONS = ("What is two plus three?", "Name a colour.", "Say the word yes, and
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A config with everything that is known before the model is loaded."""
+    """The config to examine, with everything that is known before the model is loaded."""
 
     config: RunConfig
     tokenizer: Any
@@ -67,7 +67,7 @@ class Patient:
 
     @property
     def steps(self) -> int | None:
-        """Number of steps of a run; None if only the task's data would say."""
+        """Number of steps of a run; None if only the task's data would determine it."""
         training = self.config.training
         if training.max_steps is not None:
             return training.max_steps
@@ -80,9 +80,9 @@ class Patient:
 def examine_all(
     loaded: LoadedConfig, task: object, load: float, findings: Findings
 ) -> tuple[str, dict[str, Any]]:
-    """Look at machine, tokenizer, engine and cost, in this order; returns the subject and the layout.
+    """Examine machine, tokenizer, engine and cost, in this order. Returns a description of the subject, and the layout.
 
-    `load` is that of other programs, in cores, before anything was computed here.
+    `load` is the load by other programs, in cores, measured before anything was computed here.
     """
     has_data = task is not None or loaded.config.data.names_data
     patient = _load_patient(loaded, find_task(task, view(loaded.config)) if has_data else None)
@@ -108,10 +108,10 @@ def examine_all(
 
 
 def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
-    """Load everything but the model, as a training would."""
+    """Load everything except the model, as training would."""
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
-    # The examined machine is this one, even if the run would be sent to a server.
+    # This machine is examined, even if the run would be sent to a server.
     config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
     tokenizer = load_tokenizer(config.model)
     examples = _examples(config, task) if task else _own_examples(tokenizer)
@@ -129,7 +129,7 @@ def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
 
 
 def _examples(config: RunConfig, task: Task) -> list[Example]:
-    """The task's prompts, those of the training first."""
+    """The task's prompts: those for training or, without them, for evaluation."""
     given = view(config)
     steps = config.training.max_steps
     if task.has("get_rl_dataset"):
@@ -141,7 +141,7 @@ def _examples(config: RunConfig, task: Task) -> list[Example]:
 
 
 def _own_examples(tokenizer: Any) -> list[Example]:
-    """Questions of our own, as chat where there is a template."""
+    """Built-in questions, as chats if the tokenizer has a template."""
     chat = bool(getattr(tokenizer, "chat_template", None))
     prompts: list[Prompt] = []
     for question in QUESTIONS:
@@ -153,7 +153,7 @@ def _own_examples(tokenizer: Any) -> list[Example]:
 
 
 def _machine(patient: Patient, load: float) -> Iterator[Finding]:
-    """Everything about the machine that the config has to do with."""
+    """Report everything about the machine that matters for the config."""
     config, layout = patient.config, patient.layout
     yield doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
     yield doctor_machine.device(
@@ -169,8 +169,8 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
     checkpoints_kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
     absolute = Path(config.run.dir).expanduser().absolute()
     folder = next(place for place in (absolute, *absolute.parents) if place.is_dir())
-    # A run leaves `kept` checkpoints (one more while it is written) of weights and two moments, the final weights, and 8 KiB for
-    # each rollout.
+    # A run stores `checkpoints_kept` checkpoints (one more while it is written) of weights and two moments, the final weights, and
+    # 8 KiB per rollout.
     published = 4 * patient.sizes.trained_parameters
     needed = (checkpoints_kept + 1) * 3 * published + published + 8192 * rollouts
     yield doctor_machine.disk(folder, needed, shutil.disk_usage(folder).free)
@@ -183,7 +183,7 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
 
 
 async def _examine_engine(patient: Patient, findings: Findings) -> None:
-    """Build sampler and learner, look at them, measure them."""
+    """Build sampler and learner, check them and measure their speed."""
     config = patient.config
     try:
         with _parts(patient) as parts:
@@ -194,8 +194,7 @@ async def _examine_engine(patient: Patient, findings: Findings) -> None:
 
 
 async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int | None]:
-    """How fast a run like this one samples and learns here, its `usual_length`, and the bytes that it held, if that can be told;
-    no more is examined."""
+    """Only measure, without checks: speeds on this machine, `usual_length`, and peak memory in bytes (None if unknown)."""
     with _parts(patient) as parts:
         engine = await engine_of(patient, parts)
         published = await publish(engine, 0)
@@ -208,7 +207,7 @@ async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int | No
 
 @contextmanager
 def _parts(patient: Patient) -> Generator[Parts]:
-    """Sampler and learner; what they publish is removed afterwards."""
+    """Sampler and learner; their publications are removed afterwards."""
     config = patient.config
     folder = build.publication_folder(
         Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
@@ -221,7 +220,7 @@ def _parts(patient: Patient) -> Generator[Parts]:
 
 
 async def engine_of(patient: Patient, parts: Parts) -> Engine:
-    """The engine with a few prompts, spread over those there are, as their environments begin."""
+    """The engine with a few prompts, spread over the data, with the openings of their environments."""
     config, task = patient.config, patient.task
     sampler = config.sampler
     chosen = spread(patient.prompts.examples, PROMPTS)
@@ -270,7 +269,7 @@ async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Find
 
 
 def usual_length(groups: Sequence[Group]) -> float | None:
-    """Mean tokens of completions; None if one was cut off, because its full length is not known."""
+    """Mean length of completions in tokens; None if one was cut off, because its full length is unknown."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if any(rollout.truncated for rollout in rollouts):
         return None

@@ -14,20 +14,20 @@ from groupwise.engine.models.memory import NEEDS_LESS
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "huggingface_hub")
 """Libraries that training imports."""
 NEARLY_FULL = 0.8
-"""Share of the free memory above which a plan is called tight."""
+"""Fraction of the free memory above which a plan is reported as tight."""
 BUSY = 0.5
-"""Load of other programs for each core, above which measured speeds are called too low."""
+"""Load by other programs per core above which measured speeds are reported as too low."""
 
 FIRST_SEED = 10880533986507347724
-"""`member_seed(0, 0, 0)`."""
+"""The value of `member_seed(0, 0, 0)`."""
 FIRST_UNIFORM = 0.6934185669952335
-"""The first number of that seed."""
+"""The first number drawn with that seed."""
 FIRST_START = (0.49625658988952637, 0.7682217955589294, 0.08847743272781372, 0.13203048706054688)
-"""The first numbers of torch's generator with the seed 0, on every processor that this was tried on."""
+"""The first numbers of torch's generator with seed 0; they were equal on every processor tested."""
 
 
 def libraries(versions: Mapping[str, str | None]) -> Finding:
-    """The libraries that training imports; one that is missing is a problem."""
+    """Report the libraries that training imports; a missing one is a problem."""
     missing = [name for name, version in versions.items() if version is None]
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing:
@@ -49,7 +49,7 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """The release of each library; None if it is not installed. Imports none of them."""
+    """The version of each library; None if it is not installed. Imports none of them."""
     versions: dict[str, str | None] = {"groupwise": "(not installed)", **dict.fromkeys(LIBRARIES)}
     for name in versions:
         with suppress(metadata.PackageNotFoundError):
@@ -58,7 +58,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def cores(threads: int, processes: int, there: int, load: float) -> Finding:
-    """Threads of torch, of all processes together, against the cores that may be used, and how busy they are with other things."""
+    """Compare torch's threads in all processes with the available cores, and report the load by other programs."""
     data = {"threads": threads, "processes": processes, "cores": there, "load": load}
     measured = (
         f"{threads} thread{'s' * (threads > 1)} on {there} core{'s' * (there > 1)}, load {load:.1f}"
@@ -109,7 +109,7 @@ def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
 
 
 def memory(needed: float, free_mib: float | None) -> Finding:
-    """Compare the memory that a run needs by its plan (MiB) with what is free on the device."""
+    """Compare the memory that a run needs by its plan (MiB) with the free memory of the device."""
     data = {"needed_mib": needed, "free_mib": free_mib}
     if free_mib is None:
         said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
@@ -125,7 +125,7 @@ def memory(needed: float, free_mib: float | None) -> Finding:
 
 
 def disk(folder: Path, needed: int, free: int) -> Finding:
-    """Compare what a run writes (checkpoints, final weights, record) with the free space of its disk."""
+    """Compare the size of a run's files (checkpoints, final weights, record) with the free space of the disk."""
     data = {"folder": str(folder), "needed_bytes": needed, "free_bytes": free}
     measured = f"a run writes about {size(needed)}, {size(free)} are free in {folder}"
     remedy = "make room, lower run.save_total_limit, or name another disk with run.dir"
@@ -157,7 +157,7 @@ def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as text."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -1,7 +1,7 @@
 """The checks of `groupwise doctor` on tokenizer and chat template, with a conversation of two turns.
 
-Training takes every prompt as one rendering and trains the tokens that were sampled, verbatim, so most oddities of a template are
-harmless here. They matter where text is rendered again: in the next turn of a conversation, and in SFT.
+Training renders each prompt once and trains exactly the sampled tokens, so most peculiarities of a template are harmless. They matter
+if text is rendered again: in the next turn of a conversation, and in SFT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THOUGHT = "<think>\nTwo and three.\n</think>\n\n"
 AGAIN = "And plus four?"
 ROUND_TRIP = "A plain line, 3 + 4 = 7 (roughly).\n  And an indented one: don't trim it!"
 DATES = ("strftime_now", "datetime")
-"""Functions with which a template writes today's date."""
+"""Functions by which a template writes today's date."""
 
 
 def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
@@ -48,7 +48,7 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
 
 
 def opening_of(tokenizer: Any) -> list[Message]:
-    """A conversation up to the first question; without a system message where the template refuses one."""
+    """A conversation up to the first question, without a system message if the template refuses one."""
     question: list[Message] = [{"role": "user", "content": QUESTION}]
     full: list[Message] = [{"role": "system", "content": "Be brief."}, *question]
     try:
@@ -90,7 +90,7 @@ def end_of_sequence(tokenizer: Any) -> Finding:
 
 
 def padding(tokenizer: Any) -> Finding:
-    """Report the padding token, which is harmless, whatever it is."""
+    """Report the padding token; any is harmless, because masks come from lengths."""
     pad, end = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
     data = {"pad": pad, "eos": end}
     if pad is not None and pad == end:
@@ -100,7 +100,7 @@ def padding(tokenizer: Any) -> Finding:
 
 
 def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
-    """The beginning-of-sequence token stands there once, or not at all."""
+    """Report whether the beginning-of-sequence token occurs at the start once, or never."""
     name, first = "begin of sequence", getattr(tokenizer, "bos_token_id", None)
     ids = prompt_ids(tokenizer, prompt)
     if first is None:
@@ -122,7 +122,7 @@ def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
 
 
 def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
-    """Report whether the template says where the answer begins."""
+    """Report whether the template marks the start of the answer."""
     name = "generation prompt"
     bare, with_turn = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
     added = tokenizer.decode(with_turn[len(bare) :], skip_special_tokens=False)
@@ -140,7 +140,7 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
 
 
 def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
-    """The rendered prompt is how the rendering with its answer begins."""
+    """Report whether the rendering of a prompt is a prefix of its rendering with the answer."""
     prompt = _ids(tokenizer, opening, ask=True)
     whole = _ids(tokenizer, [*opening, _assistant_message(ANSWER)], ask=False)
     if whole[: len(prompt)] == prompt:
@@ -161,7 +161,7 @@ def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
 
 
 def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
-    """Report whether a further turn leaves the earlier ones as they were."""
+    """Report whether a further turn leaves the earlier turns unchanged."""
     name = "earlier turns"
     rewritten: list[str] = []
     for what, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
@@ -185,7 +185,7 @@ def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
 
 
 def dated(tokenizer: Any) -> Iterator[Finding]:
-    """A template that writes the date gives other prompts tomorrow."""
+    """Warn about a template that writes the date, because prompts will then be different tomorrow."""
     template = str(tokenizer.chat_template)
     found = [name for name in DATES if name in template]
     if found:
@@ -199,7 +199,7 @@ def dated(tokenizer: Any) -> Iterator[Finding]:
 
 
 def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str]) -> Finding:
-    """The token with which the template ends an answer must end a completion, too. `stops` are those of model and config."""
+    """Report whether the token with which the template ends an answer also ends a completion. `stops` are those of model and config."""
     name = "stop tokens"
     listed = ", ".join(
         f"{tokenizer.decode([token], skip_special_tokens=False)!r} ({token})" for token in stops
@@ -235,7 +235,7 @@ def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str])
 
 
 def answer_end(tokenizer: Any) -> int | None:
-    """The first special token after an answer in the chat template; None where there is none."""
+    """The first special token after an answer in the chat template; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     ids = _ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
@@ -248,7 +248,7 @@ def answer_end(tokenizer: Any) -> int | None:
 
 
 def _ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]:
-    """A conversation as token ids; `ask` adds the place where the next answer begins."""
+    """A conversation as token ids; `ask` appends the start of the next answer."""
     if ask:
         return list(prompt_ids(tokenizer, list(messages)))
     return list(
@@ -263,7 +263,7 @@ def _assistant_message(text: str) -> Message:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens in which both begin alike."""
+    """Length of the common prefix of two sequences, in tokens."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 

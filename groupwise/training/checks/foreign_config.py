@@ -1,10 +1,10 @@
-"""Reading the GRPO configs of TRL, open-r1 and Unsloth, whatever file they stand in.
+"""Reads the GRPO configs of TRL, open-r1 and Unsloth, in several file formats.
 
-    .yaml, .yml, .json    its keys, also within one section each; what GRPOConfig.to_dict() writes too
-    .sh, .txt             the flags of a command, `--num_generations 8`, and of the file that its `--config` names
-    .py, .ipynb           what GRPOConfig, LoraConfig, GRPOTrainer and Unsloth's loaders are given, where it is plain (foreign_python.py)
+    .yaml, .yml, .json    its keys, also those inside sections; includes the output of GRPOConfig.to_dict()
+    .sh, .txt             the flags of a command, `--num_generations 8`, and the keys of the file that its `--config` names
+    .py, .ipynb           the literal arguments of GRPOConfig, LoraConfig, GRPOTrainer and Unsloth's loaders (foreign_python.py)
 
-Nothing of a file is run. A config of another framework is refused by its name, with what its keys are here.
+No file is executed. A config of another framework is refused by name, with the equivalents of its keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from groupwise.training.foreign_keys import foreign_to_rl
 MAPPINGS = frozenset(
     {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
 )
-"""Keys whose values are mappings, and no sections."""
+"""Keys whose values are mappings, not sections."""
 SECTIONS = frozenset(
     {
         "model_init_kwargs",
@@ -45,9 +45,9 @@ SECTIONS = frozenset(
         "args",
     }
 )
-"""Keys of ours and theirs that may also be sections, whose keys are taken each."""
+"""Keys that may also be sections (in our configs or theirs), whose keys are read one by one."""
 MOST_KEYS = 12
-"""How many keys of another framework an error explains."""
+"""Largest number of another framework's keys that an error explains."""
 OF_GRPO = frozenset(
     "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
 )  # fmt: skip
@@ -56,13 +56,13 @@ OF_GRPO = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework other than TRL, and how its files are recognised."""
+    """A framework other than TRL, with the signs by which its files are recognised."""
 
     name: str
     keys: tuple[str, ...]
-    """Any of these, as paths; with `&` several that are there together."""
+    """Paths of keys, one of which must exist; `&` joins keys that must exist together."""
     words: str = r"$^"
-    """A pattern for scripts."""
+    """A regular expression for scripts; the default matches nothing."""
 
 
 OTHERS = (
@@ -84,7 +84,7 @@ OTHERS = (
 
 
 def read_foreign(file: Path) -> dict[str, Any]:
-    """The keys of a foreign config with their values. Raises UsageError for a file that holds none."""
+    """The keys of a foreign config with their values. Raises UsageError for a file without any."""
     if not file.is_file():
         raise UsageError(f"--from: there is no file {file}.")
     try:
@@ -142,7 +142,7 @@ def _of_yaml(file: Path) -> dict[str, Any]:
 
 
 def _of_command(file: Path, text: str) -> dict[str, Any]:
-    """The flags of a script, `--name value`, `--name=value` and `--name` alone, which is true; and `some.key=value`."""
+    """The flags of a script: `--name value`, `--name=value`, a bare `--name` (true), and `some.key=value`."""
     flags: dict[str, Any] = {}
     for words in _commands(text):
         name = ""
@@ -155,7 +155,7 @@ def _of_command(file: Path, text: str) -> dict[str, Any]:
                 flags[name] = True if flag[3] is None else _scalar(flag[3])
                 name = "" if flag[3] is not None else name
             elif word.endswith(".py") or word == "-m":
-                name = ""  # what was before it were the launcher's
+                name = ""  # earlier flags belonged to the launcher
             elif name:
                 before = flags[name]
                 if before is True:
@@ -171,7 +171,7 @@ def _of_command(file: Path, text: str) -> dict[str, Any]:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """The words of each command; a quoted text may go on over several lines."""
+    """The words of each command; quoted text may extend over several lines."""
     unfinished = ""
     for line in text.replace("\\\n", " ").splitlines():
         unfinished += f"{line}\n"
@@ -237,7 +237,7 @@ def _paths(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Keys of sections as keys of their own, unless the key is one whose value is a mapping. None goes lost where two are the same."""
+    """Flatten sections, except keys whose value is a mapping. If two keys have the same name, both are kept."""
     flat: dict[str, Any] = {}
     other: dict[str, Any] = {}
     for name, value in found.items():
@@ -257,7 +257,7 @@ def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def _add(flat: dict[str, Any], name: str, long: str, value: Any) -> None:
-    """Add a value under its name, or under the longer name if the short one has another value already."""
+    """Add a value under its name, or under the longer name if the short one already has another value."""
     before = flat.get(name)
     if (
         name not in flat

@@ -1,4 +1,4 @@
-"""The keys of TRL, open-r1 and Unsloth: what each is here, what decides nothing here, and what has no equal.
+"""The keys of TRL, open-r1 and Unsloth: their equivalents here, those without effect, and those without an equivalent.
 
 The defaults are those of TRL 1.16.
 """
@@ -12,7 +12,7 @@ from typing import Any
 _KEYS: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("trl_keys.toml").read_text(encoding="utf-8")
 )
-"""The tables of trl_keys.toml, which says what each means."""
+"""The tables of trl_keys.toml, which explains each."""
 SAME: dict[str, str] = _KEYS["same"]
 ALIASES: dict[str, str] = _KEYS["aliases"]
 WITHIN: dict[str, dict[str, str]] = _KEYS["within"]
@@ -24,17 +24,17 @@ NO_EQUAL: dict[str, str] = {key: text for text, keys in _KEYS["no_equal"].items(
 TRL_BATCH, TRL_GENERATIONS = 8, 8
 """TRL's defaults of per_device_train_batch_size and num_generations."""
 TRL_LEARNING_RATE, TRL_LENGTH = 1e-6, 512
-"""The same of learning_rate and max_completion_length."""
+"""TRL's defaults of learning_rate and max_completion_length."""
 LORA_DEFAULTS = {"": (16, 32, 0.05), "LoraConfig": (8, 8, 0.0), "get_peft_model": (16, 16, 0.0)}
-"""Rank, alpha and dropout of an adapter in TRL's own config, in peft's and in Unsloth's call."""
+"""Default rank, alpha and dropout of an adapter, in TRL's own config, in peft's, and in Unsloth's call."""
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
-"""TRL's loss_type, and the algorithm here."""
+"""TRL's loss_type -> the algorithm here."""
 LOSS_DIVISORS = {
     "dapo": "divides by all tokens of the step",
     "bnpo": "divides by the tokens of each device's batch",
     "dr_grpo": "divides by max_completion_length",
 }
-"""The divisor of each loss that does not average over each rollout first."""
+"""The divisor of each loss that does not first average over each rollout."""
 SCALES = {"True": "group", "False": "none", "group": "group", "batch": "batch", "none": "none"}
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -53,7 +53,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any], str]] = {
     "warmup_stable_decay": ("constant", {}, "stays there, and falls in the last steps alone"),
     "greedy": ("constant", {}, "goes up and down there as the loss does"),
 }  # fmt: skip
-"""The learning rate's courses in transformers: ours, the arguments with which they are the same, and how they differ in any case."""
+"""Learning-rate schedules of transformers: our schedule, the arguments for which both are equal, and any difference that remains."""
 
 WHOLE = frozenset(
     """
@@ -70,4 +70,4 @@ NUMBERS = WHOLE | frozenset(
 )
 MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps", "min_tokens"})
 MAY_BE_NULL = frozenset({"max_grad_norm", "save_total_limit"})
-"""Keys that null or 0 switches off there, as null does here."""
+"""Keys of TRL that null or 0 switches off, as null does here."""

@@ -1,11 +1,11 @@
-"""Reading the settings of a GRPO training from a Python file, of which nothing is run.
+"""Reads the settings of a GRPO training from a Python file without running any of it.
 
-The file is followed statement by statement, as far as its values are plain: literals, arithmetic with them, names, dicts that are merged or
-unpacked, attributes that are set afterwards. What only running it would tell becomes an `Unread` with its line, and so does a value that
-depends on a condition. The bodies of functions come last, when all names of the module are known.
+The file is interpreted statement by statement as far as its values are plain: literals, arithmetic on them, names, dicts that are
+merged or unpacked, attributes that are set later. A value that only running the file would give becomes an `Unread` with its line; so
+does a value that depends on a condition. Bodies of functions come last, when all names of the module are known.
 
-Two things come from what the file does rather than from what it sets: the data, from the `load_dataset` that the trainer's rows begin
-with, and the system prompt, from the messages that the file makes.
+Two settings come from what the file does instead of what it sets: the data, from the `load_dataset` that the trainer's rows start from,
+and the system prompt, from the messages that the file creates.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from groupwise.core.plugins import runs_as_script
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A value that could not be read, as it is written."""
+    """A value that could not be read, as source text."""
 
     written: str
     line: int = 0
-    """Line in a Python file; 0 in other files."""
+    """Line in a Python file; 0 for other files."""
     why: str = "only running the file tells what `{}` is"
     remedy: str = "Write a literal value there, or edit the written config"
     of_library: bool = False
@@ -41,7 +41,7 @@ class Unread:
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """The object that a call makes whose arguments are settings."""
+    """The result of a call whose arguments are settings."""
 
     kind: str
     line: int
@@ -62,12 +62,12 @@ CALLS: dict[str, tuple[str, ...]] = {
     "BitsAndBytesConfig": (),
     "SamplingParams": (),
 }
-"""Calls whose arguments are taken, with the names of their first positional ones."""
+"""Calls whose arguments are read, with the names of their first positional ones."""
 LOADED = "load_dataset"
 DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 """The first positional arguments of `load_dataset`."""
 FILE_FORMATS = ("json", "csv", "parquet", "text")
-"""Names that `load_dataset` has for the formats of `data_files`."""
+"""The names of `load_dataset` for the formats of `data_files`."""
 OTHER_SET = "`{}` is no split of the set that is trained on"
 HELD_OUT = "data.dataset_test_split and data.test_split_size say what is held out"
 BY_COLUMNS = (
@@ -77,10 +77,10 @@ BY_COLUMNS = (
 BY_A_TASK = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
 OTHERS_OWN = re.compile(r"Tokenizer|Processor|Dataset|Generation|AutoConfig|Peft|Classification")
-"""Classes whose `from_pretrained` loads something else than the trained model."""
+"""Classes whose `from_pretrained` does not load the trained model."""
 
 LARGEST_EXPONENT, LARGEST_BASE, LONGEST = 64, 10**9, 10_000
-"""A larger power and a longer text would fill the memory rather than be the value of a config."""
+"""Limits on exponents, bases of powers, and lengths of texts: larger ones would fill the memory and are no config values."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.FloorDiv: lambda a, b: a // b,
@@ -89,12 +89,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 MOST_ODD_LINES = 9
-"""Lines that are no Python of this version, above which a file is none at all."""
+"""Number of lines with invalid syntax for this Python version above which the file does not count as Python."""
 
 
 def of_python(text: str) -> dict[str, Any]:
-    """The settings by the names that they have there. Raises SyntaxError or ValueError for what is no Python."""
-    # Lines for the shell and for IPython, which exported notebooks have.
+    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python."""
+    # Shell and IPython lines, which occur in exported notebooks.
     lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
     odd: dict[str, Any] = {}
     first: SyntaxError | None = None
@@ -110,7 +110,7 @@ def of_python(text: str) -> dict[str, Any]:
             odd.setdefault(
                 f"line {at}", Unread(line.strip(), 0, "`{}` is no Python of this version")
             )
-            # A statement is one of nothing, and a line within one goes.
+            # Replace the line: a statement by `pass`, a line within a statement by an empty one.
             indent = line[: len(line) - len(line.lstrip())]
             lines[at - 1] = "" if line.strip() == "pass" else f"{indent}pass"
         else:
@@ -125,7 +125,7 @@ def of_python(text: str) -> dict[str, Any]:
 
 
 def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same of the cells of a notebook, without those that are in another language."""
+    """The settings of a notebook's cells, without cells in another language."""
     texts = ["".join(each["source"]) for each in cells if each.get("cell_type") == "code"]
     other = re.compile(r"\s*%%(?!capture|time)")
     return of_python("\n".join(each for each in texts if not other.match(each)))
@@ -135,13 +135,13 @@ def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class _Reader:
     names: dict[str, Any] = field(default_factory=dict[str, Any])
     imported: dict[str, str] = field(default_factory=dict[str, str])
-    """Functions of other modules, as `module:function`, and of this one, as `:function`."""
+    """Imported functions as `module:function`, and those of this file as `:function`."""
     made: list[Made] = field(default_factory=list[Made])
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Defaults of what a command line may give."""
+    """Defaults of command-line options."""
     flags_read: set[str] = field(default_factory=set[str])
     unsure: int = 0
-    """Number of conditions and loops around the statement."""
+    """Number of conditions and loops around the current statement."""
     later: list[ast.FunctionDef | ast.AsyncFunctionDef] = field(
         default_factory=list[ast.FunctionDef | ast.AsyncFunctionDef]
     )
@@ -269,7 +269,7 @@ class _Reader:
     # Values
 
     def value(self, node: ast.expr) -> Any:
-        """A plain value, which may hold unread ones within, a `Made`, or an `Unread`."""
+        """A plain value (which may contain unread ones), a `Made`, or an `Unread`."""
         match node:
             case ast.Constant(value):
                 return value
@@ -341,7 +341,7 @@ class _Reader:
         return found
 
     def _unpack(self, into: dict[str, Any], node: ast.expr) -> None:
-        """Add what `**` unpacks: the known keys, or one key that names what is unknown."""
+        """Add what `**` unpacks: its keys if they are known, else one key that stores the unread expression."""
         mapping = self.value(node)
         if isinstance(mapping, Made):
             mapping = mapping.given
@@ -397,7 +397,7 @@ class _Reader:
         return self._call_of_python(node, called)
 
     def _loaded_dataset(self, node: ast.Call) -> Any:
-        """A data set, or a list of them where several splits are loaded at once."""
+        """A dataset, or a list of datasets if several splits are loaded at once."""
         given = self._arguments(node, DATASET_ARGUMENTS)
         if given.get("path") in FILE_FORMATS and "data_files" in given:
             given |= {"path": given.pop("data_files"), "name": None}
@@ -411,7 +411,7 @@ class _Reader:
         return several
 
     def _changed_dataset(self, owner: Made, called: str, node: ast.Call) -> Made:
-        """The same data set with one more change; `shuffle` is none, as a run shuffles its rows itself."""
+        """The same dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
         given = dict(owner.given)
         size = self._arguments(node, ("test_size",)).get("test_size")
         if called == "train_test_split" and isinstance(size, float):
@@ -421,7 +421,7 @@ class _Reader:
         return Made(LOADED, node.lineno, given)
 
     def _call_of_python(self, node: ast.Call, called: str) -> Any:
-        """Evaluate the Python built-ins that make or change settings."""
+        """Evaluate the Python built-ins that create or change settings."""
         match called, node.args:
             case "setattr", [whose, ast.Constant(str(name)), value]:
                 target = ast.Attribute(whose, name, ast.Store(), lineno=node.lineno)
@@ -472,7 +472,7 @@ class _Reader:
     # The result
 
     def settings(self) -> dict[str, Any]:
-        """The settings of the last trainer; if no trainer has a call's settings, those of its last call (of models: the first)."""
+        """The settings of the last trainer. Settings that no trainer uses come from the last call of each kind (for models, the first)."""
         found: dict[str, Any] = {}
         reached: list[Made] = []
         trainers = [each for each in self.made if each.kind == "GRPOTrainer"]
@@ -498,13 +498,13 @@ class _Reader:
         return found
 
     def _take(self, found: dict[str, Any], made: Made, reached: list[Made]) -> None:
-        """Take an object's settings and those of its arguments; a known value has priority over an unread one."""
+        """Take the settings of an object and of its arguments; a known value takes precedence over an unread one."""
         if made in reached:
             return
         reached.append(made)
         if made.kind == "LoraConfig" or (made.kind == "get_peft_model" and "r" in made.given):
             found["lora_call"] = made.kind
-        # What is held out is compared with what is trained on.
+        # `eval_dataset` comes last, because it is compared with the training dataset.
         for name in sorted(made.given, key="eval_dataset".__eq__):
             value = made.given[name]
             if name in ("train_dataset", "eval_dataset"):
@@ -525,14 +525,14 @@ class _Reader:
                 found[name] = value
 
     def _take_dataset(self, found: dict[str, Any], value: Any) -> None:
-        """Take the dataset from which the trainer's rows were loaded, and report the transformations that are not taken over."""
+        """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""
         if not isinstance(value, Made) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
             found["train_dataset"] = Unread(_as_source(value), line, remedy=BY_A_TASK)
             loads = [each for each in self.made if each.kind == LOADED]
             if len({str(each.given.get("path")) for each in loads}) != 1:
                 return
-            # A function makes the rows, of the only data set that the file loads.
+            # A function makes the rows; assume that it uses the only dataset that the file loads.
             value = Made(LOADED, line, {**loads[0].given, "changes": [_as_source(value)]})
         path = value.given.get("path")
         if not isinstance(path, str):
@@ -553,7 +553,7 @@ class _Reader:
             found["train_dataset"] = Unread(source, value.line, why, BY_COLUMNS)
 
     def _take_held_out(self, found: dict[str, Any], value: Any) -> None:
-        """Take the evaluated rows if they are a split of the training dataset."""
+        """Take the evaluation rows if they are a split of the training dataset."""
         if not isinstance(value, Made) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
             found["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT)
@@ -566,7 +566,7 @@ class _Reader:
             found.setdefault("dataset_test_split", split)
 
     def system_prompt(self, tree: ast.Module) -> dict[str, Any]:
-        """The system prompt of the file's messages, if all of them have the same one."""
+        """The system prompt in the file's messages, if all of them have the same one."""
         prompts: dict[str, Any] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Dict):
@@ -583,8 +583,8 @@ class _Reader:
         return {"system_prompt": first if plain else Unread(", ".join(prompts), 0, why)}
 
     def _rewards(self, value: Any) -> Any:
-        """Functions by their names: `:function` is one of this file, `module:function` of another, and those of TRL and open-r1 have
-        their name alone.
+        """Reward functions by name: `:function` for one of this file, `module:function` for one of another, and the bare name for those of
+        TRL and open-r1.
         """
         several = cast("list[Any]", value) if isinstance(value, list) else [value]
         return [self._reward(each) for each in several]
@@ -621,7 +621,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _as_source(value: Any) -> str:
-    """A value as it may stand in a file."""
+    """A value as source text."""
     if isinstance(value, list):
         return f"[{', '.join(map(_as_source, cast('list[Any]', value)))}]"
     if isinstance(value, dict):
@@ -641,5 +641,5 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _read(target: ast.expr) -> ast.expr:
-    """A target as the value that it has."""
+    """An assignment target as an expression that reads it."""
     return ast.parse(ast.unparse(target), mode="eval").body

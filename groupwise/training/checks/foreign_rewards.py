@@ -1,4 +1,4 @@
-"""Translates the rewards of a foreign config, each with the parameters that make it pay the same."""
+"""Translates the rewards of a foreign config, each with the parameters that give equal rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from groupwise.training.checks.foreign_names import TRL_LENGTH
 from groupwise.training.checks.foreign_python import Unread
 
 OPEN_R1_REWARDS = ("accuracy", "format", "tag_count")
-"""The rewards of open-r1 for a recipe that names none."""
+"""The rewards of open-r1 if a recipe names none."""
 LIBRARY_REWARDS = frozenset(
     """
     accuracy format tag_count reasoning_steps cosine repetition_penalty length code binary_code ioi_code cf_code code_format
@@ -21,7 +21,7 @@ LIBRARY_REWARDS = frozenset(
     get_soft_overlong_punishment think_format_reward reasoning_accuracy_reward
     """.split()
 )
-"""Names of open-r1's and TRL's own rewards: any other name is the user's, however much it sounds like one of ours."""
+"""Names of open-r1's and TRL's own rewards. Any other name is the user's own, even if it resembles one of ours."""
 OF_CODE = ("code", "binary_code")
 """Rewards of open-r1 that read the column `verification_info`."""
 OF_OPEN_R1 = frozenset(
@@ -30,7 +30,7 @@ OF_OPEN_R1 = frozenset(
     wandb_run_group wandb_entity cosine_max_len repetition_n_grams code_provider code_language soft_punish_cache
     """.split()
 )
-"""Keys that open-r1 alone has."""
+"""Keys that only open-r1 has."""
 
 PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
     "length": {
@@ -41,9 +41,9 @@ PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
     "repetition": {"repetition_n_grams": ("n", 3), "repetition_max_penalty": ("max_penalty", -1.0)},
     "overlong": {"max_completion_len": ("max_length", 16384), "soft_punish_cache": ("cache", 4096)},
 }  # fmt: skip
-"""open-r1's keys of its rewards, ours, and what they are where a recipe does not say it."""
+"""For each reward: open-r1's key -> our parameter, and open-r1's default."""
 OVERLONG_OF_TRL = {"max_completion_len": 1280, "soft_punish_cache": 256}
-"""The arguments that TRL's command gives to `get_soft_overlong_punishment`, which a config names without them."""
+"""The arguments with which TRL's command calls `get_soft_overlong_punishment`; a config names that reward without arguments."""
 SAME_DEFAULT = {
     "max_length": 1000,
     "right_long": 0.5,
@@ -51,20 +51,20 @@ SAME_DEFAULT = {
     "n": 3,
     "max_penalty": -1.0,
 }
-"""Parameters that need not be written."""
+"""Parameters whose default here is the same, so they need not be written."""
 
 
 def is_open_r1(given: Mapping[str, Any]) -> bool:
-    """True for a recipe of open-r1, which makes a chat of every prompt."""
+    """True for a recipe of open-r1, which turns every prompt into a chat."""
     return bool(OF_OPEN_R1 & given.keys())
 
 
 def entry_of(
     name: Any, module: str, given: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
-    """The entry of ours for a reward, what is to be said of it, and whether something is lost; None where there is none.
+    """Our entry for a reward (None if there is none), a remark about it, and whether something is lost.
 
-    `module` is where the file's own functions are, or should be where the file is no module.
+    `module` is the module of the file's own functions; if the file is not a module, the one that should contain them.
     """
     if isinstance(name, Unread):
         return _reward_of_call(name, module, given, open_r1)
@@ -113,7 +113,7 @@ def _reward_by_name(
 def _reward_of_call(
     made: Unread, module: str, given: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
-    """A reward that a call makes, `get_cosine_scaled_reward(max_len=500)`: by the function's name."""
+    """The entry for a reward created by a call such as `get_cosine_scaled_reward(max_len=500)`, found by the function's name."""
     called = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", made.written)
     name = called[1].rpartition(".")[2] if called else ""
     meant = meant_by(name, registered_rewards()) if made.of_library else None

@@ -1,12 +1,12 @@
-"""The command `groupwise init`: a config for a task and a model on this machine, each value with its reason.
+"""The command `groupwise init`: writes a config for a task and a model on this machine, with a reason for each value.
 
-    task        its hooks say whether it is a config of `groupwise rl` or of `groupwise sft`
+    task        its hooks decide between a config of `groupwise rl` and one of `groupwise sft`
     lengths     measured on its rows with the model's tokenizer
-    memory      the plan of a dry run against what is free, from the fastest settings to the thriftiest
-    speed       measured as `groupwise doctor` does; a step that would take minutes gets smaller
+    memory      a dry run's plan is compared with the free memory, from the fastest settings to the most economical
+    speed       measured as by `groupwise doctor`; a step that would take minutes is made smaller
     file        YAML with a comment above each key (init_file); the choices themselves are in init_choices
 
-What is wrong with task, model or data raises `UsageError` as in `groupwise rl`, because the same preparation runs.
+Mistakes in task, model or data raise `UsageError` as in `groupwise rl`, because the same preparation runs.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ from groupwise.training.sft_config import LoadedSftConfig, load_sft_config
 
 CODE = "init_failed"
 MEASURED = 500
-"""Rows of a teacher whose length is measured for the completions of an rl config, evenly spread."""
+"""Number of supervised rows, evenly spread, whose length is measured to choose the completion length of an RL config."""
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a run with the config."""
+    """The layout of a run with the config, and findings about its cost."""
 
     layout: placement.Layout
     findings: tuple[Finding, ...]
-    """About memory and speed."""
+    """Findings about memory and speed."""
 
 
 def init(
@@ -89,14 +89,14 @@ def init(
 ) -> Report:
     """Write a config for this machine: the command `groupwise init`.
 
-    `kind` chooses where a task has the hooks of both verbs; None prefers rl. `out` is the file, by default named after the task in
-    this folder; an existing one is kept unless `force`. Without `measure` no weights are loaded, and speed is not known. Raises
-    `UsageError`.
+    `kind` chooses the command if a task has the hooks of both; None prefers rl. `out` is the file, by default named after the task in
+    the current folder; an existing file is kept unless `force`. Without `measure`, no weights are loaded and the speed is not estimated.
+    Raises `UsageError`.
     """
     findings = Findings(on_finding)
     found = load_task(task)
     findings.add(check_hooks(found))
-    # Rewards if the task has rows for them, else a teacher; `require` says what is missing.
+    # Prefer RL if the task has rows for it, otherwise SFT; `require` reports missing hooks.
     kind = kind or ("rl" if found.has("get_rl_dataset") or not suffices(found, "sft") else "sft")
     require(found, kind)
     file = out or Path(f"{stem_of(Path(found.name))}{'-sft' if kind == 'sft' else ''}.yaml")
@@ -149,7 +149,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     tokenizer = load_tokenizer(config.model)
     training = (
         config.training
-    )  # of an endless stream, read what a run of the first draft would read
+    )  # from a stream without a length, read as many rows as a run of the first draft would
     limit = None if training.max_steps is None else training.max_steps * training.prompts_per_step
     examples = task.rl_examples(view(config), limit=limit)
     tools = rollout_builder.check_rollouts(config, task, examples)
@@ -175,7 +175,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
 
 
 def _longest(prepared: RlPrepared) -> int:
-    """Tokens of the longest prompt, of training or held out."""
+    """Number of tokens of the longest prompt for training or evaluation."""
     held_out = prepared.held_out_prompts
     return max(prepared.prompts.longest, held_out.longest if held_out else 0)
 
@@ -185,7 +185,7 @@ def _parameters(draft: Draft) -> int:
 
 
 def _planned_memory(draft: Draft, longest: int) -> float:
-    """Memory of a step by the plan (MiB)."""
+    """Memory of a step in MiB, by the plan."""
     config = draft.config
     return planned_sizes(config, placement.choose_layout(config, longest)).memory.total
 
@@ -196,7 +196,7 @@ def _free(device: str) -> float | None:
 
 
 def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool) -> Cost:
-    """Memory by the plan; speed by trying, which may make a step smaller."""
+    """Estimate memory by the plan, and speed by measuring it, which may make a step smaller."""
     layout, longest = prepared.layout, _longest(prepared)
     sizes = planned_sizes(prepared.config, layout)
     memory = doctor_machine.memory(sizes.memory.total, free)
@@ -223,7 +223,7 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
 
 
 def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
-    """Examples whose prompts are too long."""
+    """Report examples whose prompts are too long."""
     dropped, kept = prepared.prompts.dropped, len(prepared.prompts.examples)
     if dropped:
         yield Finding(
@@ -244,9 +244,9 @@ def _not_measured(memory: Finding) -> Finding:
 def known_answers(
     draft: Draft, task: Task, tokenizer: Any, examples: Sequence[Example]
 ) -> Answers | None:
-    """How long right answers are: whole completions in a column, a teacher's, or results alone; None where none is known."""
+    """The length of right answers, from a column of completions, from supervised rows, or from bare results; None if none is known."""
     if task.has("get_environment"):
-        return None  # an answer is the end of several turns there
+        return None  # an answer there is spread over several turns
     column = gold_column(examples)
     if column != GOLD_COMPLETION:
         answers = _teacher_answers(draft, task, tokenizer)
@@ -265,7 +265,7 @@ def known_answers(
 
 
 def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None:
-    """Measure what a teacher writes, if the task has one whose rows can be read."""
+    """Measure the completions of the task's supervised rows, if it has any that can be read."""
     if not suffices(task, "sft"):
         return None
     model = draft.config.model.model_dump(mode="json", exclude_unset=True)
@@ -315,7 +315,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
 
 
 def _cut(prepared: SftPrepared) -> Iterator[Finding]:
-    """Rows that are longer than the model's texts may be."""
+    """Report rows that are longer than the model's limit."""
     cut, dropped = prepared.lessons.cut, prepared.lessons.dropped
     if cut or dropped:
         yield Finding(

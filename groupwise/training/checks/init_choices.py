@@ -1,8 +1,8 @@
 """The choices of `groupwise init`: each is a config key, a value and a reason, derived from measured facts.
 
-A `Draft` collects them. What the user gave on the command line always stands: a choice about such a key is not taken, nor one about
-a key that the user's own excludes (`EXCLUDED_BY`), and where a given key needs another one beside it, that is chosen first
-(`choose_beside_given`). Nothing here measures or loads anything but configs; facts come in as plain values.
+A `Draft` collects them. Keys that the user gave on the command line always have priority: no choice is made for such a key or for a key
+that it excludes (`EXCLUDED_BY`). If a given key requires another one, that is chosen first (`choose_beside_given`). Nothing here
+measures, or loads anything but configs; facts are passed in as plain values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from groupwise.training.sft_config import LoadedSftConfig, SftConfig, load_sft_c
 Kind = Literal["rl", "sft"]
 
 TOY = 1_000_000
-"""Parameters below which all of them are trained: an adapter would have nothing to save."""
+"""Models with fewer parameters are trained fully: an adapter would save nothing."""
 SMALL = 1_000_000_000
-"""Parameters up to which an adapter takes the larger learning rate."""
+"""Up to this number of parameters, an adapter gets the larger learning rate."""
 UNKNOWN_COMPLETION, UNKNOWN_TURN = 256, 128
-"""Tokens of a completion, and of one turn of several, where nothing says how long they are."""
+"""Tokens of a completion and of one of several turns, if the task does not show how long they are."""
 LEAST_COMPLETION = 16
 ROUND = 16
 """Lengths in tokens are rounded up to a multiple of this."""
@@ -40,28 +40,29 @@ BUDGETS: dict[str, tuple[int, ...]] = {
     "cpu": (4096, 2048, 1024, 512),
     "cuda": (32768, 16384, 8192, 4096, 2048, 1024, 512),
 }
-"""Tokens of a micro-batch that are tried, the most first. More than 4096 make a CPU no faster."""
+"""Numbers of tokens per micro-batch to try, largest first. On a CPU, more than 4096 gain no speed."""
 SLOTS = (None, 32, 16, 8)
-"""Completions decoded together that are tried; None: as many as suit the machine. Fewer cost more time than computing
-activations again."""
+"""Numbers of concurrently decoded completions to try; None: as many as suit the machine. Fewer slots cost more time than recomputing
+activations.
+"""
 MAX_STEP_SECONDS = 120.0
-"""Seconds of a step above which a step gets fewer completions: within minutes one wants to see whether anything is learnt."""
+"""Seconds of a step above which it gets fewer completions: users should see within minutes whether training works."""
 LEAST_PROMPTS, LEAST_GENERATIONS = 2, 4
 FEW_ROWS = 1000
-"""Rows of a teacher below which they are seen several times."""
+"""Number of supervised rows below which they are trained on several times."""
 CACHES = 5
-"""The longest completion as a multiple of the stretch before its limit that is punished, `algorithm.soft_punish_cache`."""
+"""Completion limit divided by the length of the penalised stretch before it (`algorithm.soft_punish_cache`)."""
 EXCLUDED_BY: dict[KeyPath, KeyPath] = {
     ("algorithm", "type"): ("algorithm", "preset"),
     ("training", "max_steps"): ("training", "num_train_epochs"),
     ("training", "num_train_epochs"): ("training", "max_steps"),
 }
-"""Keys that are not chosen where the user gave another one with a value, which says the same in another way."""
+"""Keys that are not chosen if the user gave the other key a value, because that decides the same thing in another way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A key of the config with its value, and why it has it."""
+    """A key of the config with its value and the reason for it."""
 
     path: KeyPath
     value: Any
@@ -69,13 +70,13 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """`training.seed`."""
+        """The dotted name, such as `training.seed`."""
         return ".".join(self.path)
 
 
 @dataclass(slots=True)
 class Draft:
-    """A config under way."""
+    """A config that is being built."""
 
     kind: Kind
     model: str
@@ -87,21 +88,21 @@ class Draft:
 
     def __post_init__(self) -> None:
         for path, value in map(parse_override, self.overrides):
-            # As overrides are merged: a section replaces its keys, a key goes into the section that
-            # was given.
+            # Merge as overrides are merged: a section replaces its keys, and a key is set within the
+            # section that was given.
             for known in [known for known in self._given if known[: len(path)] == path]:
                 del self._given[known]
             section = next((known for known in self._given if path[: len(known)] == known), path)
             self._given[section] = _with(self._given.get(section), path[len(section) :], value)
 
     def is_given(self, path: KeyPath) -> bool:
-        """True if the user gave this key, a part of it, or a section that holds it."""
+        """True if the user gave this key, a part of it, or a section that contains it."""
         return any(
             path[: len(given)] == given or given[: len(path)] == path for given in self._given
         )
 
     def given(self, path: KeyPath) -> Any:
-        """The value that the user gave for this key, by itself or within its section; None if there is none, or null."""
+        """The value that the user gave for this key, directly or within a section; None if there is none or it is null."""
         found: Any = None
         for given, value in self._given.items():
             if path[: len(given)] == given:
@@ -113,12 +114,12 @@ class Draft:
         return found
 
     def is_open(self, path: KeyPath) -> bool:
-        """True if a choice about this key may be taken."""
+        """True if this key may still be chosen."""
         other = EXCLUDED_BY.get(path)
         return not self.is_given(path) and (other is None or self.given(other) is None)
 
     def choose(self, path: KeyPath, value: Any, reason: str) -> None:
-        """Take a choice, in place of an earlier one about the same key."""
+        """Choose a value; replaces an earlier choice for the same key."""
         if self.is_open(path):
             self.chosen[path] = Choice(path, value, reason)
 
@@ -127,7 +128,7 @@ class Draft:
         self.chosen.pop(path, None)
 
     def loaded(self) -> LoadedConfig:
-        """The config as it is so far; raises ConfigError for what the user gave wrongly, and for what the task needs."""
+        """The config so far. Raises ConfigError for mistakes in the user's values and for missing keys of the task."""
         values: dict[str, Any] = {"model": {"name": self.model}}
         for choice in self.chosen.values():
             *sections, leaf = choice.path
@@ -141,16 +142,16 @@ class Draft:
 
     @property
     def config(self) -> RunConfig:
-        """The config as one of `groupwise rl`."""
+        """The config so far, as one of `groupwise rl`."""
         return self.loaded().config
 
     @property
     def sft_config(self) -> SftConfig:
-        """The config as one of `groupwise sft`."""
+        """The config so far, as one of `groupwise sft`."""
         return cast("LoadedSftConfig", self.loaded()).config
 
     def choices(self) -> Iterator[Choice]:
-        """All that the file will hold, sections in the order of the schema: what was given, what was chosen, the task's own."""
+        """All entries of the file, with sections in the order of the schema: given, chosen, and the task's own."""
         given = {
             path: Choice(path, value, "given on the command line")
             for path, value in self._given.items()
@@ -171,7 +172,7 @@ class Draft:
 
 
 def _with(section: Any, keys: KeyPath, value: Any) -> Any:
-    """A section with one value in it replaced; without keys, the value."""
+    """A section in which one value is replaced; without keys, the value itself."""
     if not keys:
         return value
     inner = cast("dict[str, Any]", section) if isinstance(section, dict) else {}
@@ -179,15 +180,15 @@ def _with(section: Any, keys: KeyPath, value: Any) -> Any:
 
 
 def rounded_up(tokens: float, to: int = ROUND) -> int:
-    """The next multiple."""
+    """The next multiple of `to`."""
     return -(-int(-(-tokens // 1)) // to) * to
 
 
-# --- beside what was given -----------------------------------------------------------------------
+# --- keys required by given ones -----------------------------------------------------------------
 
 
 def choose_beside_given(draft: Draft) -> None:
-    """Choose what given keys need beside them, so that the config is valid before anything is measured; a later choice may be better."""
+    """Choose the keys that given ones require, so that the config is valid before anything is measured. Later choices may replace them."""
     if draft.kind == "sft":
         if draft.is_given(("training", "num_train_epochs")):
             draft.choose(("training", "max_steps"), 100, "a first look")
@@ -202,7 +203,7 @@ def choose_beside_given(draft: Draft) -> None:
     )
     if (first := next(kinds, None)) is not None:
         draft.choose(("rollout", "type"), first[0], f"rollout.{first[1]} belongs to it")
-    # The completion must hold what was given.
+    # The completion must be long enough for the given keys.
     least, reason = _least_completion(draft)
     chosen = draft.chosen.get(("rollout", "type"))
     two_stage = "two_stage" in (draft.given(("rollout", "type")), chosen and chosen.value)
@@ -216,7 +217,7 @@ def choose_beside_given(draft: Draft) -> None:
         draft.choose(
             ("training", "max_off_policy_steps"), 1, "the least that the schedule free takes"
         )
-    # Enough samples for pass@k, and a temperature at which they differ.
+    # pass@k needs at least k samples, and a temperature at which they differ.
     ks: Any = draft.given(("eval", "pass_at_k"))
     most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
     if most > 1:
@@ -228,7 +229,7 @@ def choose_beside_given(draft: Draft) -> None:
 
 
 def _least_completion(draft: Draft) -> tuple[int, str]:
-    """Tokens that a completion must be allowed by what was given, and which key says so."""
+    """Smallest number of tokens per completion that the given keys require, and which key requires it."""
     least = _whole(draft.given(("sampler", "min_completion_length")))
     cache = _whole(draft.given(("algorithm", "soft_punish_cache")))
     if CACHES * cache > least:
@@ -237,7 +238,7 @@ def _least_completion(draft: Draft) -> tuple[int, str]:
 
 
 def _whole(value: Any) -> int:
-    """The given number; 0 for anything else, which the config's own check refuses."""
+    """The given integer; 0 for anything else, which the config's validation refuses."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -245,7 +246,7 @@ def _whole(value: Any) -> int:
 
 
 def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
-    """`auto`, which is the same on this machine and right on others."""
+    """Choose `auto`, which gives this format here and a suitable one on other machines."""
     if dtype == "bfloat16":
         reason = "bfloat16 on this machine, whose processor has it"
     elif has_bfloat16:
@@ -258,14 +259,14 @@ def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
 
 
 def choose_trained(draft: Draft, parameters: int) -> None:
-    """An adapter or all weights, and the learning rate that goes with it."""
+    """Choose an adapter or all weights, and the learning rate for it."""
     if parameters < TOY and draft.given(("model", "adapter")) is None:
         draft.choose(
             ("lora",),
             None,
             f"all {parameters:,} weights are trained; an adapter would save nothing",
         )
-    elif draft.given(("model", "adapter")) is None:  # which brings its own rank
+    elif draft.given(("model", "adapter")) is None:  # a given adapter has its own rank
         draft.choose(
             ("lora", "r"),
             16,
@@ -293,19 +294,19 @@ def _learning_rate(kind: Kind, parameters: int, full: bool) -> tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The length of right answers, if the task has some."""
+    """The length of the task's right answers."""
 
     longest: int
-    """Tokens."""
+    """Length of the longest answer in tokens."""
     source: str
-    """`column answer`, `get_sft_dataset`."""
+    """The source: `column answer`, `get_sft_dataset`."""
     whole: bool
-    """True for whole completions, False for bare results."""
+    """True for complete completions, False for bare results."""
     count: int
 
 
 def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
-    """Tokens of a completion, and the reason for this number."""
+    """Number of tokens per completion, with the reason."""
     if answers is None and turns:
         return UNKNOWN_TURN, "tokens of one turn; the task has no example of a turn's length"
     if answers is None:
@@ -326,7 +327,10 @@ def choose_lengths(
     longest_completion: tuple[int, str],
     limit: int,
 ) -> None:
-    """Prompts and completions that fit the model together. `limit`: most tokens of its texts; `measured` says what was."""
+    """Choose lengths of prompt and completion that fit the model together.
+
+    `limit` is the model's longest text in tokens; `measured` describes the measured prompts.
+    """
     completion, reason = longest_completion
     space = rounded_up(longest_prompt)
     room = limit - space
@@ -356,7 +360,7 @@ def choose_lengths(
 
 
 def choose_step(draft: Draft, device: str, examples: int) -> None:
-    """How much a step draws, before anything is measured, and how many steps."""
+    """Choose the size of a step, before anything is measured, and the number of steps."""
     prompts = max(min(examples, 16 if device != "cpu" else 8), draft.config.training.minibatches)
     draft.choose(
         ("algorithm", "type"),
@@ -376,7 +380,7 @@ def choose_step(draft: Draft, device: str, examples: int) -> None:
 
 
 def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
-    """The same for a supervised run with so many rows of at most `longest` tokens."""
+    """Choose the size of a step for a supervised run with so many rows of at most `longest` tokens."""
     epochs, reason = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
     reason = f"{reason} over the {rows:,} rows"
@@ -402,9 +406,9 @@ def fit_memory(
     budgets: Sequence[int],
     slots: Sequence[int | None] = (None,),
 ) -> None:
-    """The fastest settings whose plan leaves a fifth of the free memory (MiB); the thriftiest ones where none does.
+    """Choose the fastest settings whose plan leaves a fifth of the free memory (MiB); the most economical ones if none does.
 
-    `needed` gives the plan of the draft as it is then (MiB). None is free where the system does not say: the first ones are taken.
+    `needed` returns the planned memory of the current draft (MiB). If `free` is None (unknown), the first settings are chosen.
     """
     usable = float("inf") if free is None else NEARLY_FULL * free
     for count in slots:
@@ -432,7 +436,7 @@ def _choose_budget(draft: Draft, budget: int) -> None:
 
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
-    """Fewer completions where a step would take longer than `MAX_STEP_SECONDS`; `step_seconds` is at most, of the draft as it is then."""
+    """Choose fewer completions if a step would take over `MAX_STEP_SECONDS`; `step_seconds` is an upper bound for the current draft."""
     fewest = max(LEAST_PROMPTS, draft.config.training.minibatches)
     for path, least, what in (
         (("training", "prompts_per_step"), fewest, "groups of a step"),

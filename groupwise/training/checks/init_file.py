@@ -1,4 +1,4 @@
-"""The file that `groupwise init` writes: the commands to run with it, then each choice with its reason above it."""
+"""The file that `groupwise init` writes: the commands to run with it, then each choice below its reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDENT = 2
 
 
 class _WithNull(RoundTripRepresenter):
-    """Writes `null` where it is meant, instead of nothing."""
+    """Writes null as `null` instead of as nothing."""
 
 
 def _null(representer: Any, _: None) -> Any:
@@ -30,7 +30,7 @@ cast("Any", _WithNull).add_representer(type(None), _null)
 
 
 def commands(kind: Kind, task: str, file: str) -> list[str]:
-    """The commands to run with the file, in this order."""
+    """The commands to run with the file, in order."""
     at, with_config = shlex.join(["--task-module", task]), shlex.join(["--config", file])
     look = f"groupwise check {with_config} {at}" if kind == "rl" else f"groupwise check {at}"
     examine = [f"groupwise doctor {with_config} {at}"] if kind == "rl" else []
@@ -39,7 +39,7 @@ def commands(kind: Kind, task: str, file: str) -> list[str]:
 
 
 def rendered(title: str, words: Sequence[str], choices: Iterable[Choice]) -> str:
-    """The whole file. `title` is a sentence about it, `words` the commands."""
+    """The content of the file. `title` is a sentence about it, `words` are the commands."""
     content = CommentedMap()
     for choice in choices:
         _put(content, choice)

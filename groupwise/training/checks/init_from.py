@@ -1,7 +1,7 @@
-"""`groupwise init --from FILE`: the GRPO config of TRL, open-r1 or Unsloth as one of ours.
+"""`groupwise init --from FILE`: translates a GRPO config of TRL, open-r1 or Unsloth into one of ours.
 
-Each value that is taken over keeps its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
-reported by name, and the report lists the fate of every key. Choices that a file leaves to TRL's defaults (all weights are trained, the
+Each value that is taken over has its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
+reported by name, and the report lists the fate of every key. Settings that the file leaves to TRL's defaults (all weights are trained, the
 loss is `dapo`) are written out.
 """
 
@@ -59,12 +59,12 @@ from groupwise.training.config import RunConfig, load_config, resolved
 CODE = "init_failed"
 
 Fate = Literal["taken", "default", "no effect", "no equal", "unread"]
-"""How a key of the file ended: `default` says nothing on either side, `no effect` decides nothing of what is learnt."""
+"""The fate of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
 
 
 @dataclass(slots=True)
 class Translation:
-    """A foreign config while it is translated."""
+    """A foreign config during its translation."""
 
     file: Path
     given: dict[str, Any]
@@ -75,14 +75,14 @@ class Translation:
     findings: list[Finding] = field(default_factory=list[Finding])
     fates: dict[str, Fate] = field(default_factory=dict[str, Fate])
     chat_template: str | None = None
-    """The template, which is written to a file of its own."""
+    """The chat template, which is written to a separate file."""
 
     def choose(self, key: str, value: Any, reason: str) -> None:
         """Write a value under our key."""
         self.choices[key] = Choice(tuple(key.split(".")), value, reason)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value of a foreign key; the key then counts as taken."""
+        """The value of a foreign key, which then counts as taken."""
         if name in self.given:
             self.fates.setdefault(name, "taken")
         return self.given.get(name, default)
@@ -92,18 +92,18 @@ class Translation:
         return f"From {name} of {self.file.name}."
 
     def remark(self, name: str, text: str) -> None:
-        """Remark that a key means something else here, or decides nothing."""
+        """Report that a key means something else here, or has no effect."""
         self.findings.append(Finding(name, "ok", text))
 
     def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
-        """Report what is not taken over, and why."""
+        """Report a setting that is not taken over, and why."""
         self.findings.append(Finding(name, "warning", text))
         if name in self.given or fate == "unread":
             self.fates[name] = fate
 
     @property
     def names_data(self) -> bool:
-        """True if the config says where the rows come from."""
+        """True if the config names the source of the rows."""
         return bool(self.choices.keys() & {"data.dataset_name", "data.dataset_mixture"})
 
 
@@ -115,9 +115,9 @@ def init_from(
     force: bool = False,
     on_finding: OnFinding | None = None,
 ) -> Report:
-    """Write our config for a foreign one: the command `groupwise init --from`.
+    """Translate a foreign config into a file of ours: the command `groupwise init --from`.
 
-    `processes` is how many devices the foreign run had, which its batch sizes are each for. Raises `UsageError`.
+    `processes` is the number of devices of the foreign run, for each of which its batch sizes count. Raises `UsageError`.
     """
     given = read_foreign(file)
     target = out or file.with_name(f"{file.stem}-groupwise.yaml")
@@ -160,7 +160,7 @@ SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sample
 
 
 def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translation:
-    """Our choices for foreign keys, and how each of these ended."""
+    """Our choices for the foreign keys, and the fate of each key."""
     made = Translation(file, {}, processes)
     for name, value in given.items():
         _read_key(made, name, value)
@@ -193,13 +193,13 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
     )
     for name, fate in made.fates.items():
         if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
-            made.fates[name] = "default"  # it asked for what is so without it
+            made.fates[name] = "default"  # it set what is the default here
     _remark_on_idle_keys(made)
     return made
 
 
 def _remark_on_idle_keys(made: Translation) -> None:
-    """One line for all keys that decide nothing of what is learnt, and one for all that are at a default."""
+    """Report in one line all keys without effect, and in another all keys at their defaults."""
     remarked = {finding.name for finding in made.findings}
     for ended, subject, text in (
         ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
@@ -236,7 +236,7 @@ def _read_key(made: Translation, name: str, value: Any) -> None:
 
 
 def _processes(given: Mapping[str, Any]) -> int:
-    """How many devices the run had, where the file tells: a dump has the completions of all of them, and those of each."""
+    """The number of devices of the run, if the file shows it: a dumped config has the number of completions of all devices and of each."""
     counted = given.get("num_processes")
     names = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
     whole, device, steps = (given.get(name) for name in names)
@@ -263,10 +263,10 @@ def _leave_out_invalid_values(made: Translation) -> None:
             problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
         refused = [(key, text) for key, text in problems if key in made.choices]
         for key, text in dict(refused).items():
-            if key in made.choices:  # or what it needs has taken it along
+            if key in made.choices:  # it may have been removed with another key that needs it
                 _leave_out(made, key, f"{key}{text.rstrip('.')}")
         if not refused:
-            return  # reading the written file reports the rest
+            return  # errors that remain are reported when the written file is read
 
 
 def _leave_out(made: Translation, key: str, why: str) -> None:
@@ -282,7 +282,7 @@ def _leave_out(made: Translation, key: str, why: str) -> None:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number that is written as text, as 1e-6 is in YAML for TRL."""
+    """A number that is written as text, because TRL's YAML reads 1e-6 as text."""
     if name in NUMBERS and isinstance(value, str):
         try:
             return int(value) if value.isdecimal() else float(value)
@@ -292,7 +292,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _stands_at_default(name: str, value: Any) -> bool:
-    """True if a key changes nothing: it is empty, or TRL and we decide the same without it."""
+    """True if a key changes nothing: it is empty, or has the default of both TRL and this package."""
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True
     default = DEFAULTS.get(name)
@@ -317,7 +317,7 @@ def _unfit(name: str, value: Any) -> str | None:
 
 
 def _take_same(made: Translation, name: str, key: str) -> None:
-    """Take a value whose key means the same, where the section that we have has the key."""
+    """Take a value whose key has the same meaning here, if our section has that key."""
     section, _, own = key.partition(".")
     algorithm = made.choices.get("algorithm.type")
     knobs = {each.name for each in fields(ALGORITHMS[algorithm.value if algorithm else "dapo"])}
@@ -333,7 +333,7 @@ def _take_same(made: Translation, name: str, key: str) -> None:
 
 
 def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> Any:
-    """Write the value of a foreign key under ours, or TRL's default where the file has none; the value."""
+    """Write a foreign key's value under ours, or TRL's default if the file lacks the key. Returns the value."""
     reason = made.origin(name) if name in made.given else "TRL's default."
     value = made.take(name, default)
     made.choose(key, value, reason)
@@ -428,7 +428,7 @@ def _lora(made: Translation) -> None:
 
 
 def _batch(made: Translation) -> None:
-    """A step of TRL is per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
+    """Translate the batch size: a step of TRL has per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
     generations = _choose_or_default(
         made, "training.num_generations", "num_generations", TRL_GENERATIONS
     )
@@ -453,7 +453,8 @@ def _batch(made: Translation) -> None:
     sampled = made.take("generation_batch_size")
     steps = made.take("steps_per_generation")
     if sampled is not None and steps is not None:
-        made.fates["generation_batch_size"] = "default"  # a dump has both, and the steps say it
+        # A dumped config has both; steps_per_generation suffices.
+        made.fates["generation_batch_size"] = "default"
     elif sampled is not None:
         steps = Fraction(sampled, device * made.processes)
     reuse = Fraction(accumulated if steps is None else steps, accumulated)
@@ -552,7 +553,7 @@ def _algorithm(made: Translation) -> None:
 
 
 def _clip(made: Translation, kind: str) -> None:
-    """Translate the clip range for the algorithms that have another default or notation."""
+    """Translate the clip range for algorithms with another default or notation."""
     if kind == "gspo":
         _choose_or_default(made, "algorithm.epsilon", "epsilon", 0.2)
         high = "epsilon_high" if "epsilon_high" in made.given else "epsilon"
@@ -572,7 +573,7 @@ def _clip(made: Translation, kind: str) -> None:
 
 
 def _correction(made: Translation) -> None:
-    """TRL's correction for what vLLM computes otherwise than the learner."""
+    """Translate TRL's correction for differences between vLLM's and the learner's log-probabilities."""
     names = [
         f"vllm_importance_sampling_{each}" for each in ("correction", "mode", "cap", "clip_min")
     ]
@@ -629,7 +630,7 @@ def _warm_up(made: Translation, schedule: str) -> None:
         key = "warmup_ratio" if warmup < 1 else "warmup_steps"
         made.choose(f"training.{key}", warmup, made.origin("warmup_steps"))
         if "warmup_ratio" in made.given:
-            made.fates["warmup_ratio"] = "default"  # the steps go before, there as well
+            made.fates["warmup_ratio"] = "default"  # the steps have priority, in TRL as well
     if schedule == "constant" and made.given.keys() & {"warmup_steps", "warmup_ratio"}:
         for name in ("warmup_steps", "warmup_ratio"):
             made.choices.pop(f"training.{name}", None)
@@ -684,7 +685,7 @@ def _rewards(made: Translation) -> None:
 
 
 def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
-    # Keys of the file that became parameters of a reward; the others are at a default.
+    # Keys of the file that became parameters of a reward are taken; the others equal the default.
     entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
     entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
@@ -708,7 +709,7 @@ def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> N
 
 
 def _weights(made: Translation, number: int) -> list[Any]:
-    """The weight of each reward, by their order; None of each where the file gives none that can be used."""
+    """The weight of each reward, in order; all None if the file has no usable weights."""
     weights = made.take("reward_weights")
     if weights is None:
         return [None] * number
@@ -742,7 +743,7 @@ def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
 def _data(made: Translation) -> None:
     name = "dataset_mixture" if "dataset_mixture" in made.given else "datasets"
     mixture: Any = made.take(name)
-    if isinstance(mixture, list):  # TRL has the keys of a mixture at the top
+    if isinstance(mixture, list):  # in TRL, the keys of a mixture are at the top level
         mixture = {
             "datasets": cast("Any", mixture),
             "test_split_size": made.take("test_split_size"),
@@ -772,7 +773,7 @@ def _evaluates(made: Translation) -> bool:
 
 
 def _sets(made: Translation, name: str, several: Any) -> Iterator[dict[str, Any]]:
-    """The sets of a mixture as open-r1 (`id`, `config`) and TRL (`path`, `name`) write them."""
+    """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
     for each in cast("Sequence[Any]", several if isinstance(several, list) else ()):
         if not isinstance(each, Mapping):
             made.lose(name, f"{each!r:.40} is not taken over: it is no set")

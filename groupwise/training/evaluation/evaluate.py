@@ -1,8 +1,8 @@
-"""Evaluation: held-out prompts answered by a policy, scored by the rewards, measured by the task.
+"""Evaluation: a policy answers held-out prompts, rewards score the answers, and metrics are computed.
 
-`answer_held_out` needs a sampler and a scorer. Its callers are the RL loop before, after and during training, and `evaluate`, which is
-the command `groupwise eval`. Seeds depend on the prompt and the sample alone, so that two policies can be compared prompt by prompt, and
-no random state of a training run is touched. `groupwise.training.evaluation.measures` defines the metrics,
+`answer_held_out` needs a sampler and a scorer. It is called by the RL loop before, during and after training, and by `evaluate`, which is
+the command `groupwise eval`. Seeds depend only on the prompt and the sample, so two policies can be compared prompt by prompt, and the
+random state of a training run does not change. `groupwise.training.evaluation.measures` defines the metrics,
 `groupwise.training.evaluation.results` the files.
 """
 
@@ -65,7 +65,7 @@ class HeldOut:
     samples_per_prompt: int
     seed: int
     scores_rewards: bool
-    """True if the task has rewards; without them only its own metrics are computed."""
+    """True if the task has rewards; without them, only its own metrics are computed."""
     has_metrics: bool
     rollouts: RolloutKind | None = None
     """The kind of rollouts; None: single completions."""
@@ -79,13 +79,13 @@ class EvalResult:
 
     policy: str
     metrics: dict[str, float]
-    """Flat numbers: the task's metrics under their own names, `reward`, `pass@k`, lengths, failures."""
+    """Metric name -> value: the task's metrics under their own names, `reward`, `pass@k`, lengths, failures."""
     details: dict[str, Any]
-    """Everything that the task's `compute_metrics` returned."""
+    """The complete return value of the task's `compute_metrics`."""
     rows: list[dict[str, Any]]
-    """One for each sample; see `groupwise.training.evaluation.measures.rows_of`."""
+    """One row per sample; see `groupwise.training.evaluation.measures.rows_of`."""
     path: Path | None = None
-    """The result file."""
+    """The result file; None if none was written."""
 
     @classmethod
     def recorded(cls, record: EvaluationRecord) -> Self:
@@ -95,17 +95,17 @@ class EvalResult:
 
     @property
     def rewards(self) -> dict[int, float]:
-        """Mean reward of each prompt by its example; prompts without a scored sample are left out."""
+        """Index of the example -> mean reward of its samples; prompts without a scored sample are left out."""
         means = measure(REWARD, self.rows)
         assert means is not None
         samples = by_prompt(self.rows)
         return {samples[key][0]["example"]: value for key, value in means.values.items()}
 
     def interval(self, metric: str) -> Interval:
-        """A metric with its 95 % interval over prompts: Wilson's if each prompt counts 0 or 1, else bootstrapped.
+        """A metric with its 95 % interval over prompts: Wilson's if each prompt counts 0 or 1, otherwise bootstrapped.
 
-        A metric of the task itself is taken for a share of the prompts, such as an accuracy; under the label of a mixture's task, for a
-        share of that task's prompts. Raises KeyError if their number is unknown; such metrics are not in `judged`.
+        A task's own metric is treated as a fraction of the prompts, such as an accuracy; if its name has the label of a mixture's task, as
+        a fraction of that task's prompts. Raises KeyError if that number of prompts is unknown; such metrics are not in `judged`.
         """
         found = measure(metric, self.rows)
         return (
@@ -119,7 +119,7 @@ class EvalResult:
 
     @property
     def judged(self) -> list[str]:
-        """The metrics that have an interval: reward, success, and accuracies from 0 to 1 of known prompts."""
+        """The metrics that have an interval: reward, success rates, and accuracies from 0 to 1 over a known number of prompts."""
         behind = self._prompt_counts
         return [
             name
@@ -131,7 +131,7 @@ class EvalResult:
 
     @property
     def _prompt_counts(self) -> dict[str, int]:
-        """Number of prompts behind each metric of the task, if known: all, or those of the label before its name."""
+        """Number of prompts of each of the task's metrics, if known: all prompts, or those of the label in its name."""
         of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
         counts = {**of_labels, "": self.prompts}
         found = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
@@ -139,13 +139,13 @@ class EvalResult:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of prompts missing from each metric, because too few of their samples could be scored."""
+        """For each metric, the number of prompts that it lacks because too few of their samples could be scored."""
         found = {name: measure(name, self.rows) for name in self.judged}
         return {name: each.left_out for name, each in found.items() if each and each.left_out}
 
     @property
     def failures(self) -> dict[str, int]:
-        """Number of samples that could not be scored, by reason; the most frequent reason first."""
+        """Number of samples that could not be scored, by reason, most frequent first."""
         reasons = Counter(row["reason"] or row["outcome"] for row in self.rows if _is_failure(row))
         return dict(reasons.most_common())
 
@@ -172,9 +172,9 @@ class EvalResult:
 def compared(
     before: EvalResult, after: EvalResult, untrained: EvalResult | None = None
 ) -> dict[str, Any]:
-    """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval.
+    """Held-out metrics before and after training, and the paired difference of the rewards with its 95 % interval.
 
-    `untrained` is the result of the base model, if the run began from a warm-up.
+    `untrained` is the result of the base model, if the run started from a warm-up.
     """
     first, last = before.rewards, after.rewards
     both = sorted(first.keys() & last.keys())
@@ -228,7 +228,7 @@ def held_out(
     stops: tuple[int, ...],
     rollouts: RolloutKind | None = None,
 ) -> HeldOut:
-    """The held-out prompts with the config's way of answering them."""
+    """The held-out prompts with the config's sampling settings."""
     params = SamplingParams(
         max_tokens=config.eval.max_completion_length or config.sampler.max_completion_length,
         temperature=config.eval.temperature,
@@ -253,13 +253,14 @@ def held_out(
 
 
 def success_of(config: RunConfig) -> Success:
-    """The criterion for solving a prompt, from the config's `eval` section."""
+    """The criterion for a solved prompt, from the config's `eval` section."""
     return Success(config.eval.success_threshold, config.eval.success_part)
 
 
 def check_success_part(config: RunConfig, task: Task, rubric: Rubric | None) -> None:
-    """Raise TaskError if `eval.success_part` is no part of the task's reward."""
-    if not task.has("get_environment"):  # whose parts are known when it gives them
+    """Raise TaskError if `eval.success_part` is not a part of the task's reward."""
+    # An environment's parts are only known once it returns them.
+    if not task.has("get_environment"):
         names = rubric.names if rubric else ()
         check_part("eval.success_part", config.eval.success_part, names, task.described)
 
@@ -274,10 +275,10 @@ async def answer_held_out(
     trainer: tuple[int, int, float | None] = (0, 1, None),
     on_metrics_failed: Callable[[RewardWorkerError], None] | None = None,
 ) -> EvalResult:
-    """Answer every prompt, score the answers, and let the task measure them.
+    """Answer every prompt, score the answers, and compute the metrics, including the task's own.
 
-    `trainer` is what reward functions see as `trainer_state`: steps done, steps in all (1 without a training), and steps of a pass over
-    the rows. If the task's own metrics fail, they are left out and `on_metrics_failed` is called; without it, RewardWorkerError is raised.
+    `trainer` is passed to reward functions as `trainer_state`: steps done, total steps (1 outside training), and steps per pass over the
+    rows. If the task's own metrics fail, they are omitted and `on_metrics_failed` is called; without it, RewardWorkerError is raised.
     """
     total = len(held_out_set.prompts.examples)
     done = 0
@@ -310,14 +311,14 @@ async def answer_held_out(
     means = {name: fmean(each.values.values()) for name, each in measures.items() if each}
     failed = sum(_is_failure(row) for row in rows)
     own = {**means, "rollouts/failed": float(failed)} if failed else means
-    # Our metrics have priority: a metric of the task with the same name is kept as `task/<name>`.
+    # Built-in metrics have priority: a task's metric of the same name is renamed to `task/<name>`.
     numbers = _numbers(details).items()
     theirs = {f"task/{name}" if name in own else name: value for name, value in numbers}
     return EvalResult(policy, {**own, **theirs}, details, rows)
 
 
 async def _sample(held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
-    """All samples of one prompt; their seeds are made from prompt and sample, never from when they were drawn."""
+    """Sample all answers to one prompt. Their seeds depend only on prompt and sample, not on the time of the evaluation."""
     rollouts = held_out_set.rollouts or Single(partial(completion_text, tokenizer))
     ask = Ask(
         draw=index,
@@ -341,9 +342,8 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a policy on a task's held-out prompts: the command `groupwise eval`.
 
-    Without a task, the config says where the rows are and what scores them.
-    `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or a hub id
-    (`NAME@REVISION`). Raises `UsageError` for wrong arguments.
+    Without a task, the config names the rows and the rewards. `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or
+    a hub id (`NAME@REVISION`). Raises `UsageError` for wrong arguments.
     """
     return evaluate_each(
         config,
@@ -364,7 +364,7 @@ def evaluate_each(
     samples_per_prompt: int | None = None,
     output: Path | None = None,
 ) -> list[EvalResult]:
-    """Evaluate several policies in the same way, one after the other; all of them are found before the first is loaded."""
+    """Evaluate several policies in the same way, one after the other; all of them are looked up before the first is loaded."""
     loaded = _load(config, overrides, samples_per_prompt, policies, output)
     with build.expected_ranks(loaded.config):
         found, settings, every = _resolve(loaded, task, policies, output)
@@ -384,7 +384,7 @@ def plan_each(
     samples_per_prompt: int | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises what it would raise until then."""
+    """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
     loaded = _load(config, overrides, samples_per_prompt, policies, output)
     found, settings, every = _resolve(loaded, task, policies, output)
     prepared = _prepare(settings, found)
@@ -445,7 +445,7 @@ def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Prompts and rubric, known before a model is loaded."""
+    """The prompts and the rubric, prepared before a model is loaded."""
 
     tokenizer: Any
     prompts: PromptSet
@@ -470,7 +470,7 @@ def _prepare(config: RunConfig, task: Task) -> _Prepared:
 
 
 def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    """Evaluate the model as it is before any training, without writing a file.
+    """Evaluate the model before any training, without writing a file.
 
     None if `eval.before_and_after` is off or the task has no held-out prompts.
     """
@@ -519,7 +519,7 @@ async def _answer_and_score(
 
 
 def _result_place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
-    """Folder and name of the result file: with the policy's run, or beside the runs."""
+    """Folder and name of the result file: in the policy's run or, without a run, next to the folder of runs."""
     return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
 
 
@@ -528,7 +528,7 @@ def _is_failure(row: Mapping[str, Any]) -> bool:
 
 
 def _numbers(details: Mapping[str, Any]) -> dict[str, float]:
-    """The task's numbers: its `metrics` sub-dict, or else all numbers at the top."""
+    """The task's numeric metrics: those in its `metrics` sub-dict or, without one, at the top level."""
     chosen = details.get("metrics", details)
     return {
         name: float(value)

@@ -1,20 +1,19 @@
-"""Computes an evaluation's measures from its rows, prompt by prompt.
+"""Computes an evaluation's metrics from its rows, prompt by prompt.
 
 A row is one sample: its prompt and completion, its reward, whether it succeeded, and its answer. `rows_of` makes the rows of scored
-groups. Result files and the record of a run hold these rows, and every metric can be computed from them:
+groups. Result files and the record of a run contain these rows, from which every metric can be computed:
 
     reward                       mean reward
-    rewards/NAME/mean            one part of it
-    pass@k                       chance that one of k samples succeeds, by the unbiased estimator
-    avg@n                        share of the n samples that succeed
-    maj@n                        1 if the answer that most of the n samples gave is right
+    rewards/NAME/mean            mean of one reward part
+    pass@k                       probability that at least one of k samples succeeds, by the unbiased estimator
+    avg@n                        fraction of the n samples that succeed
+    maj@n                        1 if the most frequent answer of the n samples is right
     completions/mean_length      tokens that the policy wrote
     rollouts/mean_length         tokens after the prompt, if the policy did not write all of them (environment, inserted text)
-    completions/clipped_ratio    share that the length limit cut off
+    completions/clipped_ratio    fraction that the length limit cut off
 
-`measure` gives one value for each prompt, which is what intervals and paired comparisons need. A sample that could not be scored is
-neither a success nor a failure: it is left out, and a prompt that is left with too few samples for a metric is left out of that
-metric and counted.
+`measure` gives one value per prompt, as intervals and paired comparisons need. A sample that could not be scored is neither a success nor
+a failure: it is left out. If a prompt then has too few samples for a metric, it is left out of that metric and counted.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Row = Mapping[str, Any]
 """One sample of an evaluation; see `rows_of`."""
 
 DEFAULT_THRESHOLD = 0.999
-"""A full reward of 1, in spite of rounding."""
+"""A full reward of 1, with a margin for rounding."""
 
 ANSWER_NOTES = (EXTRACTED_ANSWER, "answer")
 """Names under which reward functions record the answer they read (`log_extra`); the first that occurs is used."""
@@ -55,14 +54,14 @@ CLIPPED = "completions/clipped_ratio"
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """The criterion for solving a prompt."""
+    """The criterion for a solved prompt."""
 
     threshold: float = DEFAULT_THRESHOLD
     part: str | None = None
     """The reward part that decides; None: the total."""
 
     def judge(self, rollout: Rollout) -> bool | None:
-        """True if it succeeded; None if that is not known."""
+        """True if the rollout succeeded; None if it was not scored or the deciding part is missing."""
         if rollout.outcome != "scored":
             return None
         return self.reached(rollout.reward, rollout.part_values)
@@ -89,19 +88,19 @@ class Measure:
 
 
 def distinct_share(completions: Sequence[str]) -> float:
-    """Share of the completions of one prompt that are different."""
+    """Fraction of the completions of one prompt that are distinct."""
     return len(set(completions)) / len(completions)
 
 
 def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
-    """One row for each rollout, in order.
+    """One row per rollout, in order.
 
-    `key` names the example by its content, `task` is the label of its task, where it has one. `answer` is what majority voting
-    counts: what a reward function recorded as one of `ANSWER_NOTES`, or, if none did for any example of that label and dataset, the
-    completion without the space around it; None is no answer.
+    `key` identifies the example by its content; `task` is the label of its task, if it has one. `answer` is the text that majority voting
+    counts: the value that a reward function logged under one of `ANSWER_NOTES`. If none was logged for any example of that label and
+    dataset, it is the stripped completion. None means no answer.
     """
     groups = list(groups)
-    # The name under which the rewards of each origin record answers; origins that record none are missing.
+    # For each label and dataset, the name under which rewards log the answer; missing if they log none.
     notes: dict[tuple[str, ...], str] = {}
     for name in ANSWER_NOTES:
         for group in groups:
@@ -136,20 +135,20 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
 
 
 def label_of(example: Example) -> str | None:
-    """The column `task` of an example: it decides its rewards, and the name of its task's metrics."""
+    """The label of an example (column `task`), which decides its rewards and appears in the names of its task's metrics."""
     label = example.columns.get(TASK_COLUMN)
     return label.strip() or None if isinstance(label, str) else None
 
 
 def key_of(example: Example) -> str:
-    """A name for an example made from its prompt and columns: equal in two evaluations if it is the same example."""
+    """A key of an example from its prompt and columns: equal in two evaluations if the example is the same."""
     return fingerprint([example])[:16]
 
 
 def by_prompt(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The samples of each prompt, by its key; the second of two equal examples is `KEY#2`.
+    """The samples of each prompt by its key; the second of two equal examples is `KEY#2`.
 
-    Rows without a key, of other programs, are told apart by their prompt.
+    Rows without a key, from other programs, are identified by their prompt.
     """
     by_example: dict[int, list[Row]] = {}
     for row in rows:
@@ -169,7 +168,7 @@ def prompt_key(row: Row) -> str:
 
 
 def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
-    """The metrics that these rows have values for, `pass@k` for the given k."""
+    """The metrics that can be computed from these rows; `pass@k` for the given k."""
     samples = max((len(each) for each in by_prompt(rows).values()), default=0)
     repeated = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
     parts = dict.fromkeys(f"rewards/{name}/mean" for row in rows for name in row["parts"])
@@ -180,7 +179,7 @@ def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
 
 
 def measure(name: str, rows: Iterable[Row]) -> Measure | None:
-    """The metric's value for each prompt; None for a metric that is not computed from rows."""
+    """The metric's value for each prompt; None if the metric is not computed from rows."""
     compute = _compute_of(name)
     if compute is None:
         return None
@@ -190,7 +189,7 @@ def measure(name: str, rows: Iterable[Row]) -> Measure | None:
 
 
 def is_share(name: str) -> bool:
-    """True if the metric is a share of successes, of which more is better."""
+    """True if the metric is a success rate, for which more is better."""
     return re.fullmatch(r"(pass|avg|maj)@\d+", name) is not None
 
 
@@ -198,7 +197,7 @@ Compute = Callable[[Sequence[Row]], float | None]
 
 
 def _compute_of(name: str) -> Compute | None:
-    """The function that computes a prompt's value from its samples; None for a metric that is not computed from rows."""
+    """The function that computes a prompt's value from its samples; None if the metric is not computed from rows."""
     if match := re.fullmatch(r"pass@(\d+)", name):
         return partial(_pass_at_k, k=int(match[1]))
     if match := re.fullmatch(r"rewards/(.+)/mean", name):
@@ -210,7 +209,7 @@ def _compute_of(name: str) -> Compute | None:
 
 
 def _written_tokens(row: Row) -> float | None:
-    return row.get("written", row["tokens"])  # other programs need not tell them apart
+    return row.get("written", row["tokens"])  # files of other programs may lack the distinction
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -247,12 +246,12 @@ _SIMPLE: dict[str, Compute] = {
 
 
 def _origin(example: Example) -> tuple[str, ...]:
-    """Key that decides an example's rewards, if not all have the same."""
+    """Label and dataset of an example, which may decide its rewards."""
     return tuple(str(example.columns.get(column)) for column in (TASK_COLUMN, DATASET_COLUMN))
 
 
 def _answer(rollout: Rollout, note: str | None) -> str | None:
-    """The answer as text, equal for equal answers: 3 and 3.0 are one number."""
+    """The answer as text that is equal for equal answers: 3 and 3.0 are the same number."""
     value = rollout.completion if note is None else rollout.notes.get(note)
     if isinstance(value, float) and value.is_integer():
         value = int(value)

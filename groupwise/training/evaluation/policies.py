@@ -15,25 +15,25 @@ WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
 
 @dataclass(frozen=True, slots=True)
 class FoundPolicy:
-    """Weights to serve, and their name."""
+    """The weights to serve, and their name."""
 
     label: str
-    """`base`, `run@step`, or what was given."""
+    """`base`, `run@step`, or the reference as given."""
     folder: Path | None = None
-    """Holds an adapter or a whole model; None is the model as it is."""
+    """Folder of an adapter or a whole model; None: the configured model itself."""
     run: Path | None = None
-    """The run folder it came from, if it did."""
+    """The folder of the run that trained the weights; None if they are of no known run."""
 
 
 def find_policy(reference: str, runs_dir: Path) -> FoundPolicy:
-    """Try an existing folder first, then a run, then a hub id. Raises a `UsageError` that says what was tried."""
+    """Find a policy: an existing folder first, then a run, then a hub id. Raises a `UsageError` that lists the attempts."""
     if reference == "base":
         return FoundPolicy("base")
     path = Path(reference).expanduser()
     if any((path / name).is_file() for name in WEIGHT_FILES):
         return FoundPolicy(reference, path)
     try:
-        # The named checkpoint, else the final weights, else the newest checkpoint.
+        # The named checkpoint or, without one, the final weights or the newest checkpoint.
         address = find.resolve(reference, runs_dir)
         if address.checkpoint is not None:
             label = f"{address.name}@{address.checkpoint.step}"

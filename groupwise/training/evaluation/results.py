@@ -4,15 +4,15 @@
     policy            the evaluated policy; `fingerprint` is that of its weights
     task, config      the task's name, the resolved configuration
     finished_at       seconds since 1970
-    prompts, samples  how many
+    prompts, samples  their numbers
     metrics           name -> value
     intervals_95      name -> [low, high]
-    left_out          name -> prompts that had too few scored samples for it, where there are any
-    failures          reason -> samples that could not be scored for it, where there are any
-    details           all that the task's compute_metrics returned
-    rows              one for each sample; see `groupwise.training.evaluation.measures.rows_of`
+    left_out          name -> number of prompts with too few scored samples for it, if any
+    failures          reason -> number of samples that could not be scored for it, if any
+    details           the complete return value of the task's compute_metrics
+    rows              one per sample; see `groupwise.training.evaluation.measures.rows_of`
 
-They are in `results/` of the run whose weights were evaluated, otherwise in a folder of that name beside the runs.
+The files are in `results/` of the run whose weights were evaluated; for other weights, in a folder `results` next to the folder of runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMAT = 1
 KIND = "evaluation"
 
 LONGEST_NAME = 100
-"""Characters of the task's name, and of the policy's, in the name of a file."""
+"""Largest number of characters of the task's name, and of the policy's, in the name of a file."""
 
 WANTED = {"policy": str, "metrics": dict, "rows": list}
 WANTED_IN_ROWS = (
@@ -46,17 +46,17 @@ WANTED_IN_ROWS = (
     "outcome",
     "tokens",
 )
-"""Keys that a file, and each of its rows, must have to be compared."""
+"""Keys that a file and each of its rows must have to be compared."""
 
 
 def result_name(task: str, policy: str) -> str:
-    """Task and policy in letters that every file system takes, and short enough for it; of a long path, its end."""
+    """Task and policy in characters and a length that every file system accepts; of a long path, the end is kept."""
     plain = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
     return f"{task[:LONGEST_NAME]}-{plain[-LONGEST_NAME:]}"
 
 
 def check_writable(folder: Path, name: str, output: Path | None) -> None:
-    """Before long work: UsageError if the result could not be written at its end."""
+    """Raise UsageError before long work if its result could not be written."""
     if output is not None and output.is_dir():
         raise UsageError(
             f"--output {output} is a folder; give the name of a file, such as {output / f'{name}.json'}."
@@ -69,9 +69,9 @@ def check_writable(folder: Path, name: str, output: Path | None) -> None:
 
 
 def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Path | None) -> Path:
-    """Write an evaluation into `output`, or as a new file into `folder/results`; returns the file.
+    """Write an evaluation to `output`, or as a new file into `folder/results`. Returns the file.
 
-    If another process has written `output` since it was checked, the name becomes `NAME-2`: finished work is not thrown away.
+    If another process has written `output` since it was checked, the name becomes `NAME-2`, so that finished work is not lost.
     """
     marked = {"format": FORMAT, "kind": KIND, **content}
     if output is None:
@@ -87,7 +87,7 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read an evaluation's result. UsageError if it is something else, or of a newer format."""
+    """Read an evaluation's result. Raises UsageError if it is something else, or has a newer format."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -116,12 +116,12 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers; files of other programs may have others beside them."""
+    """The numeric metrics; files of other programs may contain other values as well."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
-    """Keys that a row lacks; if none does, keys with values of the wrong kind."""
+    """Keys that a row lacks; if none are missing, keys whose values have the wrong type."""
     if not rows:
         return ["rows"]
     missing = [
@@ -150,4 +150,4 @@ KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "parts": ("object of numbers", _has_numbers),
     "tokens": ("number or null", _is_number),
 }
-"""Required kinds of the values that are computed with."""
+"""Required types of the values that are used in computations: key -> name of the type, check."""

@@ -1,7 +1,7 @@
-"""Confidence intervals: bootstrapped for means and paired differences, Wilson's for shares.
+"""Confidence intervals: by bootstrap for means and paired differences, Wilson's for proportions.
 
-And the estimators of repeated sampling: `pass_at_k`, and `majority` for the vote of several answers. An observation is always a
-prompt: samples of the same prompt are alike, and counting each of them would make every interval too narrow.
+Also the estimators of repeated sampling: `pass_at_k`, and `majority` for the vote of several answers. An observation is always a
+prompt: samples of the same prompt are correlated, and counting each would make every interval too narrow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Interval:
     low: float
     high: float
     count: int
-    """Observations behind it."""
+    """Number of observations."""
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -39,7 +39,7 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
     return _bootstrap(tuple(values), seed, RESAMPLES)
 
 
-@lru_cache(maxsize=64)  # a summary is written to the file and to the terminal
+@lru_cache(maxsize=64)  # the same summary is computed for the file and for the terminal
 def _bootstrap(values: tuple[float, ...], seed: int, resamples: int) -> Interval:
     generator, count = random.Random(seed), len(values)
     means = sorted(fmean(generator.choices(values, k=count)) for _ in range(resamples))
@@ -48,9 +48,9 @@ def _bootstrap(values: tuple[float, ...], seed: int, resamples: int) -> Interval
 
 
 def mean_with_interval(values: Sequence[float]) -> Interval:
-    """The mean of one value for each prompt: Wilson's interval where all are 0 or 1, else bootstrapped.
+    """The mean of one value per prompt: with Wilson's interval if all values are 0 or 1, otherwise by bootstrap.
 
-    The bootstrap of prompts that all succeeded would be sure that the next one does, too.
+    If all prompts succeeded, a bootstrap interval would have no width, as if the next prompt were certain to succeed.
     """
     if values and all(value in (0.0, 1.0) for value in values):
         return wilson(fmean(values), len(values))
@@ -58,9 +58,9 @@ def mean_with_interval(values: Sequence[float]) -> Interval:
 
 
 def interval_at_once(values: Sequence[float], *, share: bool) -> Interval:
-    """The mean of one value for each prompt: Wilson's interval where all are 0 or 1, else the normal one, of a share within 0 and 1.
+    """The mean of one value per prompt: with Wilson's interval if all are 0 or 1, otherwise the normal one, clipped to 0 … 1 for shares.
 
-    For pages with many of them; a summary takes the time for `mean_with_interval`.
+    Faster than `mean_with_interval`, for pages with many intervals; summaries use that function.
     """
     if len(values) < 2 or all(value in (0.0, 1.0) for value in values):
         return mean_with_interval(values)
@@ -82,16 +82,16 @@ def wilson(share: float, count: int) -> Interval:
         / (1 + Z95**2 / count)
         * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     )
-    low = 0.0 if share <= 0 else max(0.0, centre - half)  # both ends exact, in spite of rounding
+    low = 0.0 if share <= 0 else max(0.0, centre - half)  # both ends are exact despite rounding
     high = 1.0 if share >= 1 else min(1.0, centre + half)
     return Interval(share, low, high, count)
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """The chance that at least one of `k` samples succeeds, estimated without bias from `successes` of `samples`.
+    """The probability that at least one of `k` samples succeeds, estimated without bias from `successes` of `samples`.
 
-    1 − C(samples − successes, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374). ValueError for k above `samples`: no
-    unbiased estimate exists.
+    1 − C(samples − successes, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374). Raises ValueError if k is above `samples`, because
+    no unbiased estimate exists.
     """
     if not 0 <= successes <= samples:
         raise ValueError(f"{successes} successes of {samples} samples cannot be")
@@ -103,10 +103,10 @@ def pass_at_k(samples: int, successes: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
-    """1 or 0 if the answer that most samples gave is right or wrong; the chance of it if the vote is tied.
+    """1 or 0 if the most frequent answer is right or wrong; the mean over the tied answers if there is a tie.
 
-    A tie counts as the mean over the tied answers, which is what breaking it by lot gives on average. An answer is as right as the
-    samples that gave it (a reward may judge more than the answer). None is no answer and has no vote; no votes at all are 0.
+    That mean is the expected result of breaking the tie at random. An answer is as right as the samples that gave it, on average (a reward
+    may judge more than the answer). None is no answer and no vote; without votes, the result is 0.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

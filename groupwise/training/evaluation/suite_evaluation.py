@@ -1,14 +1,14 @@
-"""Suites by name, asked of a service: `groupwise eval --suite math_500`.
+"""Runs named suites against a service: `groupwise eval --suite math_500`.
 
-Each suite is run by lighteval in a separate folder, and its result is written before the next one begins, so that it is not lost if a
-later one fails. It asks any OpenAI-compatible endpoint, or a server that is started on a policy's weights and ended afterwards.
+lighteval runs each suite in a separate folder. Its result is written before the next suite starts, so a later failure does not lose it.
+The service is any OpenAI-compatible endpoint, or a server that is started with a policy's weights and ended afterwards.
 
     results/NAME.json            the result: see `_content`
     results/NAME/log.txt         lighteval's output
-    results/NAME/out/            its own result, and every answer
+    results/NAME/out/            lighteval's own result, with every answer
     results/server-POLICY/       the log of a server
 
-With an output of its own, all suites are in that file, and their folders beside it.
+If `output` is given, that file contains all suites, and their folders are next to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KIND = "suite"
 
 @dataclass(frozen=True, slots=True)
 class SuitesAsked:
-    """The requested suites. Raises UsageError for options that do not go together."""
+    """The requested suites and their options. Raises UsageError for conflicting options."""
 
     suites: tuple[str, ...]
     endpoint: str | None = None
@@ -52,7 +52,7 @@ class SuitesAsked:
     serve: tuple[str, ...] = ()
     """The command that serves the policy; see `groupwise.training.suites.serving`."""
     program: tuple[str, ...] = ()
-    """The command that runs lighteval; empty: from the environment, or by its name."""
+    """The command that runs lighteval; if empty, the one from the environment variable, or `lighteval`."""
     samples_per_prompt: int = 1
     temperature: float = 0.0
     top_p: float | None = None
@@ -61,7 +61,7 @@ class SuitesAsked:
     timeout: float = 900.0
     max_prompts: int | None = None
     time_limit: float = 14400.0
-    """Seconds for each suite, and for the start of a server."""
+    """Time limit in seconds for each suite, and for the start of a server."""
     output: Path | None = None
     runs_dir: Path = Path("runs")
 
@@ -87,7 +87,7 @@ class SuitesAsked:
         self.asking(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
 
     def asking(self, url: str, model: str) -> Asking:
-        """The parameters for asking one service."""
+        """The parameters of requests to one service."""
         return Asking(
             checked_url(url),
             model,
@@ -106,11 +106,11 @@ class SuitesFound:
     """The results of the suites."""
 
     label: str
-    """The endpoint's model, or the policy."""
+    """The name of the endpoint's model, or the policy."""
     results: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """Results by suite."""
+    """Name of the suite -> result."""
     failed: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a suite has no result."""
+    """Name of the suite -> why it has no result."""
     path: Path | None = None
     """The file with all results, if `output` was given."""
 
@@ -139,7 +139,7 @@ class SuitesFound:
 def evaluate_suites(
     request: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
 ) -> SuitesFound:
-    """Ask every suite, one after the other. Raises UsageError before any work; suites that fail are in the result."""
+    """Run all suites, one after the other. Raises UsageError before any work; a failed suite is part of the result."""
     program = lighteval.find_program(request.program)
     policy = _policy(request)
     place = _place(request, policy)
@@ -175,7 +175,7 @@ def evaluate_suites(
 
 
 def plan(request: SuitesAsked) -> dict[str, Any]:
-    """The plan of `evaluate_suites`, for `--dry-run`. Nothing is asked, started or written."""
+    """The plan of `evaluate_suites` for `--dry-run`. Sends no request, and starts and writes nothing."""
     program = lighteval.find_program(request.program)
     policy = _policy(request)
     place = _place(request, policy)
@@ -236,7 +236,7 @@ def _ask(
     key: str | None,
     time_limit: float,
 ) -> dict[str, Any]:
-    """Run one suite; returns its result as it is stored. Raises RunError."""
+    """Run one suite; returns the result to store. Raises RunError."""
     suite, log = SUITES[name], folder / "log.txt"
     lighteval.prepare(asking, folder)
     words = lighteval.command(program, suite, asking, folder)
@@ -306,7 +306,7 @@ def _policy(request: SuitesAsked) -> FoundPolicy:
 
 
 def _place(request: SuitesAsked, policy: FoundPolicy) -> Path:
-    """The parent of the suites' folders: the folder of their results."""
+    """The folder of the results, which also contains the suites' folders."""
     if request.output is not None:
         return request.output.absolute().parent
     return (policy.run or request.runs_dir.parent).absolute() / RESULTS
@@ -317,7 +317,7 @@ def _name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
 
 
 def _new_folder(place: Path, name: str) -> Path:
-    """Create a folder whose name neither a folder nor a result has: `NAME`, `NAME-2` …"""
+    """Create a folder with a name that no folder or result has yet: `NAME`, `NAME-2` …"""
     with atomic_files.explained(place):
         place.mkdir(parents=True, exist_ok=True)
         for number in count(1):

@@ -1,7 +1,7 @@
-"""Requests every generation that is missing, several at once, and keeps each answer when it arrives.
+"""Requests all missing generations concurrently, and stores each answer when it arrives.
 
-A row that the service refuses is a failure, and the others go on. Errors that every row would meet end the work: a refused key, a missing
-model, or too many failures in a row. In any case the earlier answers are kept.
+If the service refuses a row, that row fails and the others continue. Errors that would hit every row end the work: a refused key, a
+missing model, or too many failures in a row. Earlier answers are kept in any case.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from groupwise.training.generation.journal import Answers, Billed, Journal
 from groupwise.training.generation.prompts import Item
 
 FOR_ALL_ROWS = frozenset({401, 402, 403, 404})
-"""Statuses that every row would get: the key, the account, the model."""
+"""HTTP statuses that concern every row: the key, the account, the model."""
 OF_THE_ROW = frozenset({400, 413, 422})
-"""Statuses that are the row's fault, once another row has been answered."""
+"""HTTP statuses that are caused by the row itself, once another row has been answered."""
 HOPE = 8
-"""Failures in a row after which the work ends; the number of concurrent requests if that is larger."""
+"""Number of failures in a row after which the work ends; the number of concurrent requests if that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A row without all its generations."""
+    """A row that lacks some of its generations."""
 
     index: int
     reason: str
@@ -43,7 +43,7 @@ class Tally:
     """The progress of this command."""
 
     answered: int = 0
-    """Rows that have all their generations."""
+    """Number of rows that have all their generations."""
     billed: Billed = field(default_factory=Billed)
     failures: list[Failure] = field(default_factory=list[Failure])
     began: float = field(default_factory=time.monotonic)
@@ -58,7 +58,7 @@ class Tally:
 
 
 class Asking:
-    """Asks a service for the generations of rows."""
+    """Requests the generations of rows from a service."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Asking:
         journal: Journal,
         changed: Callable[[Tally], None],
     ) -> None:
-        """`changed` is called after every answer and failure."""
+        """`changed` is called after every answer and every failure."""
         self._client = client
         self._config = config
         self._answers = answers
@@ -78,7 +78,7 @@ class Asking:
         self.tally = Tally()
 
     async def ask(self, items: Sequence[Item]) -> Tally:
-        """Ask until every row is answered or has failed. Raises EndpointError if going on would be in vain."""
+        """Request until every row is answered or has failed. Raises EndpointError if continuing would be futile."""
         waiting = iter(items)
         count = min(self._config.concurrency, len(items))
         await gather_all(self._ask_each(waiting) for _ in range(count))
@@ -110,8 +110,8 @@ class Asking:
 
     async def _request(self, item: Item, first: int, count: int) -> Choices:
         config = self._config
-        # A chat's request has fields for its template, as vLLM and SGLang take them: the row's own, and whether its last words are
-        # to be continued.
+        # A chat request has fields for the chat template, as vLLM and SGLang accept them: the row's own fields, and
+        # whether to continue the last message.
         template: dict[str, Any] = {}
         if not isinstance(item.prompt, str):
             template = for_request(item.columns)
@@ -133,6 +133,6 @@ class Asking:
 
 
 def _row_seed(seed: int, key: str) -> int:
-    """The seed of a row's first generation; the others count on. Below 2³¹ − 2²⁰, for services that take 32 bits."""
+    """The seed of a row's first generation; the others have the next integers. Below 2³¹ − 2²⁰, for services with 32-bit seeds."""
     digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % (2**31 - 2**20)

@@ -21,7 +21,7 @@ CONCURRENCY = 16
 
 _SHARD = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 INSTRUCTION = re.compile(r"\{\{\s*instruction\s*\}\}")
-"""The prompt column in templates of distilabel. Alone it is that column as it is, which may hold a chat."""
+"""The prompt column in templates of distilabel. A template of nothing else is the column itself, which may then hold a chat."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -100,7 +100,7 @@ class GenerateConfig(Strict):
     price_out: float | None = setting(None, "Price of a million generated tokens.", ge=0)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Options that do not go together, or have no effect."""
+        """Report options that conflict or have no effect."""
         yield from self._conflicts_of_source()
         yield from self._conflicts_of_rewards()
         if self.api == "completions" and self.system_prompt is not None:
@@ -162,19 +162,19 @@ class GenerateConfig(Strict):
 
     @property
     def scores(self) -> bool:
-        """True if generations are scored: by the named rewards, or by a task's if a limit depends on them."""
+        """True if generations are scored: by the named rewards, or by a task's rewards if `min_reward` needs them."""
         return bool(self.rewards) or self.min_reward is not None
 
     @property
     def part(self) -> tuple[int, int]:
-        """Index of the shard, from 0, and the number of shards."""
+        """Index of the shard, counted from 0, and the number of shards."""
         found = _SHARD.fullmatch(self.shard or "1/1")
         assert found, "checked in conflicts"
         return int(found[1]) - 1, int(found[2])
 
     @property
     def root(self) -> Path:
-        """The folder of the whole generation, also for a shard."""
+        """The folder of the whole generation, even if this command handles one shard."""
         if self.output is not None:
             return Path(self.output).expanduser()
         assert self.hub is not None, "checked in conflicts"
@@ -182,7 +182,7 @@ class GenerateConfig(Strict):
 
     @property
     def folder(self) -> Path:
-        """The folder of this command."""
+        """The folder of this command: the shard's, or the whole generation's."""
         number, count = self.part
         return self.root / f"shard-{number + 1}-of-{count}" if self.shard else self.root
 
@@ -193,9 +193,9 @@ def _is_shard(text: str) -> bool:
 
 
 def read_options(options: Mapping[str, Any]) -> GenerateConfig:
-    """The options, checked. Raises UsageError with every problem.
+    """Validate the options. Raises UsageError that lists every problem.
 
-    `output="hub:OWNER/NAME"` is the hub, `prompt_template="{{ instruction }}"` by itself the prompt column as it stands.
+    `output="hub:OWNER/NAME"` sets `hub`; `prompt_template="{{ instruction }}"` alone means the prompt column itself.
     """
     given = dict(options)
     output = given.get("output")
@@ -205,7 +205,8 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
         del given["output"]
         given["hub"] = output.removeprefix("hub:")
     template = given.get("prompt_template")
-    of_dataset = given.get("task_module") is None  # a task's prompts have no template to translate
+    # A task's prompts have no template that could be translated.
+    of_dataset = given.get("task_module") is None
     if of_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
         del given["prompt_template"]
     tree = tree_of(given, "generate")

@@ -1,11 +1,12 @@
-"""The command `groupwise generate`: every prompt of a dataset is answered by a service, and what comes back trains with `groupwise sft`.
+"""The command `groupwise generate`: a service answers every prompt of a dataset; `groupwise sft` can train on the results.
 
-    options    are checked, with everything that can be known before anything is paid for: rows, template, rewards, folder, hub
-    journal    each answer is kept in `answers.jsonl` as it arrives; the same command again asks only for what is not there
-    results    are made from the journal: scored, filtered, in the order of the input
+    options    are checked before any request costs money, together with rows, template, rewards, folder and hub
+    journal    stores each answer in `answers.jsonl` as it arrives; repeating the command requests only the missing answers
+    results    are built from the journal: scored, filtered, in the order of the input
 
-A folder belongs to one way of asking: `settings.json` says which, and another one is refused with the difference. Shards write into
-folders of their own below it; the command without a shard reads them all, asks for what is missing, and makes the results.
+All answers of a folder have the same options, which are stored in `settings.json`; a command with others is refused and the
+differences are listed. Shards write into their own subfolders. The command without a shard reads them all, requests the missing answers
+and builds the results.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ SETTINGS = "settings.json"
 SUMMARY = "summary.json"
 SHARDS = "shard-*-of-*"
 PROMPTING = ("api", "prompt_column", "prompt_template", "system_prompt")
-"""The options that make a prompt of a row."""
+"""The options that turn a row into a prompt."""
 SAMPLING = ("temperature", "top_p", "max_new_tokens", "stop", "seed", "extra")
-"""The options that each request has besides model and prompt. Together with those above they decide the answers: all answers of a folder
-have the same."""
+"""The other options of each request, except the model. Together with `PROMPTING` they determine the answers, so they are the same for all
+answers of a folder.
+"""
 REFRESH = 1.0
 """Seconds between two updates of the progress line."""
 
@@ -63,21 +65,22 @@ class GenerateResult:
     """The result of a generation."""
 
     summary: dict[str, Any]
-    """Summary for people and `--json`: folder, rows, kept generations, tokens, cost. After a dry run, the plan."""
+    """Summary for people and `--json`: folder, rows, kept generations, tokens, cost. After a dry run: the plan."""
     folder: Path
     exit_code: int = 0
-    """0 done; 1 where no row has been answered, or none could be scored and scores decide what is kept; 130 or 143 interrupted, with
-    everything kept that had come."""
+    """0: done. 1: no row was answered, or none could be scored although scores decide which are kept. 130 or 143: interrupted; all answers
+    received so far are kept.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a command, known before anything is requested."""
+    """The work of a command, known before the first request."""
 
     config: GenerateConfig
     model: str
     shapes: dict[str, Any]
-    """The options that decide the answers, with the model."""
+    """The options that determine the answers, with the model."""
     prompts: Prompts
     scoring: Scoring | None
 
@@ -89,8 +92,8 @@ class Plan:
 def generate(*, dry_run: bool = False, **options: Any) -> GenerateResult:
     """Answer the prompts of a dataset: the command `groupwise generate`, with its options as keywords.
 
-    The options are the keys of `groupwise.training.generation.config.GenerateConfig`. Raises `UsageError` for what cannot work, before
-    anything is paid for, and `EndpointError` where the service leaves no hope; the same call again goes on with what is there.
+    The options are the keys of `groupwise.training.generation.config.GenerateConfig`. Raises `UsageError` for anything that cannot work,
+    before any request costs money, and `EndpointError` if the service fails for good. Repeating the call requests only the missing answers.
     """
     config = read_options(options)
     return run_to_end(_generate(config, dry_run=dry_run))
@@ -203,7 +206,7 @@ def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gener
 
 @contextmanager
 def _open_answers(plan: Plan) -> Generator[tuple[Answers, Journal]]:
-    """Lock the folder, and read all answers that are there."""
+    """Lock the folder and read all its answers."""
     config = plan.config
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +240,7 @@ def _acquire_lock(folder: Path) -> RunLock:
 
 
 def _shards(config: GenerateConfig) -> list[Path]:
-    """The folders of shards, for the command that merges them."""
+    """The folders of shards; empty for a command of one shard."""
     return [] if config.shard else sorted(config.root.glob(SHARDS))
 
 
@@ -271,7 +274,7 @@ def _saved_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise UsageError for a folder that holds something else, whose files might be overwritten."""
+    """Raise UsageError for a folder with files of another kind, which might be overwritten."""
     if (folder / SETTINGS).exists() or not folder.exists():
         return
     if not folder.is_dir():
@@ -293,7 +296,7 @@ def _endpoint(config: GenerateConfig, model: str) -> Endpoint:
 
 
 async def _model(config: GenerateConfig) -> str:
-    """The requested model, that of the folder's answers, or the only one that is served."""
+    """The configured model, that of the folder's answers, or the only model that the service offers."""
     if config.model is not None:
         return config.model
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
@@ -307,7 +310,7 @@ async def _model(config: GenerateConfig) -> str:
     return served[0]
 
 
-# --- telling -------------------------------------------------------------------------------------
+# --- progress and summary ------------------------------------------------------------------------
 
 
 class _ProgressLine:
@@ -347,7 +350,7 @@ class _ProgressLine:
         self._ticker.show(f"scored {count}/{self._rows} rows")
 
     async def kept_alive(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
-        """Await work, and update the line also while no answer arrives."""
+        """Await work, and update the line every `REFRESH` seconds even if no answer arrives."""
 
         async def tell() -> None:
             while True:
@@ -375,7 +378,7 @@ def _cost(config: GenerateConfig, billed: Billed) -> float | None:
 
 
 def _cost_entries(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
-    """The cost of this command, and under `in_all` that of all answers, including those of earlier commands."""
+    """Tokens and cost of this command; under `in_all`, those of all answers, including earlier commands."""
     entries = {
         **_billed_entries(plan.config, tally.billed),
         "tokens_per_second": round(tally.tokens_per_second, 1),
@@ -400,7 +403,7 @@ def _billed_entries(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
 
 
 def _of_no_row(plan: Plan, answers: Answers) -> int:
-    """Number of answers whose rows are gone or have another prompt now."""
+    """Number of answers whose row no longer exists or now has another prompt."""
     return answers.beside({item.key for item in plan.prompts.items})
 
 

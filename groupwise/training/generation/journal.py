@@ -1,8 +1,8 @@
-"""The journal of answers, a file that only grows. An appended answer is on the disk and is never paid for again.
+"""The journal of answers: an append-only file. An appended answer is on disk and never has to be paid for again.
 
-One line holds the answer to one request: the row's key, which of its generations it holds (`first` and those that follow), and what was
-billed. A line is written in one piece and flushed before its answer counts. A process that dies while it writes leaves part of a line at
-the end, whose answer does not count: `Journal` cuts it off when it opens the file again.
+One line holds the answer to one request: the row's key, its generations (numbered from `first`), and the billed tokens. Each line is
+written and flushed before its answer counts. A process that dies while it writes leaves an incomplete last line, which does not count:
+`Journal` cuts it off when it opens the file again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Generation:
 
 @dataclass(slots=True)
 class Billed:
-    """The cost of answers."""
+    """The billed requests and tokens of answers."""
 
     requests: int = 0
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
     untold: int = 0
-    """Number of answers that do not say what was billed."""
+    """Number of answers without the number of billed tokens."""
 
     def add(self, usage: Usage) -> None:
         """Count an answer."""
@@ -51,7 +51,7 @@ class Billed:
 
 
 class Answers:
-    """The generations of each row, from one journal or several."""
+    """The generations of each row, from one or several journals."""
 
     def __init__(self) -> None:
         self._generations: dict[str, dict[int, Generation]] = {}
@@ -59,7 +59,7 @@ class Answers:
         self.billed = Billed()
 
     def of(self, key: str) -> list[Generation]:
-        """A row's generations, up to the first that is missing."""
+        """A row's generations, up to the first missing one."""
         found = self._generations.get(key, {})
         count = next(number for number in range(len(found) + 1) if number not in found)
         return [found[number] for number in range(count)]
@@ -73,7 +73,7 @@ class Answers:
         return sum(len(billed) for key, billed in self._usage.items() if key not in keys)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of a journal. If a generation is there twice, the first one counts."""
+        """Add a line of a journal. If a generation appears twice, the first one counts."""
         found = self._generations.setdefault(line["key"], {})
         for number, choice in enumerate(line["choices"], line["first"]):
             generation = Generation(
@@ -85,7 +85,7 @@ class Answers:
         self.billed.add(usage)
 
     def read(self, path: Path) -> int:
-        """Add a whole journal; returns its length in bytes without a torn end. Raises StoreError for a broken line."""
+        """Add a whole journal. Returns its length in bytes without an incomplete last line. Raises StoreError for an invalid line."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -103,10 +103,10 @@ class Answers:
 
 
 class Journal:
-    """The journal of this command; its one writer."""
+    """The journal of this command, which is its only writer."""
 
     def __init__(self, path: Path, answers: Answers) -> None:
-        """Open the file and cut off a torn end. Old and new answers are added to `answers`."""
+        """Open the file and cut off an incomplete last line. Old and new answers are added to `answers`."""
         self._path = path
         self._answers = answers
         whole = answers.read(path)
@@ -127,7 +127,7 @@ class Journal:
         self._file.close()
 
     def append(self, key: str, first: int, answer: Choices) -> None:
-        """Write an answer; when this returns, it is on the disk. Raises StoreError if the disk refuses."""
+        """Write an answer. It is on disk when this returns. Raises StoreError if writing fails."""
         entries = zip(answer.texts, answer.finish_reasons, answer.reasoning, strict=True)
         line = {
             "key": key,
@@ -156,7 +156,7 @@ class Journal:
 
 @contextmanager
 def _as_store_error(path: Path) -> Generator[None]:
-    """Turn a refusal of the disk into a StoreError that says what to do."""
+    """Convert an OSError to a StoreError with advice."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Builds the requests: one `Item` for each row, with a key that is the same for the same request.
+"""Builds the requests: one `Item` per row, with a key that is equal for equal requests.
 
-The key is a hash of the request: the prompt as it is sent, the model, and the sampling options. The position of a row does not matter, so
-rows may be inserted, and neither do its other columns, which are read from the input again. Rows with the same request have separate
+The key is a hash of the request: the prompt as it is sent, the model, and the sampling options. It does not depend on the row's position,
+so rows may be inserted, nor on its other columns, which are read from the input again. Rows with the same request have separate
 answers. Rows without a usable prompt are listed with a reason.
 """
 
@@ -29,7 +29,7 @@ from groupwise.training.generation.config import INSTRUCTION, GenerateConfig
 from groupwise.training.rollout_builder import rewarded
 
 _BRACES = re.compile(r"\{\{(?:(?!\{[{%]).)*?\}\}|\{%(?:(?!\{[{%]).)*?%\}", re.DOTALL)
-"""Expressions and statements of jinja."""
+"""Expressions and statements of Jinja."""
 
 PROMPT = "prompt"
 
@@ -38,20 +38,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A row that can be asked."""
+    """A row with a usable prompt."""
 
     index: int
-    """The row's place in the data, from 0."""
+    """Index of the row in the data, from 0."""
     prompt: Prompt
-    """The prompt as it is sent: messages for a chat, or text to be continued."""
+    """The prompt as it is sent: messages for a chat, or text to continue."""
     columns: dict[str, Any]
-    """The whole row, as it came."""
+    """The complete row of the input."""
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unasked:
-    """A row that cannot be asked."""
+    """A row without a usable prompt."""
 
     index: int
     reason: str
@@ -59,14 +59,14 @@ class Unasked:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The rows of this command, in their order."""
+    """The rows of this command in the order of the input."""
 
     items: tuple[Item, ...]
     unasked: tuple[Unasked, ...]
     task: Task | None = None
     task_config: RunConfig | None = None
     ending_with_assistant: int = 0
-    """Rows whose last turn is the assistant's."""
+    """Number of rows whose last turn is the assistant's."""
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class _Found:
 
 
 def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts:
-    """The rows of the dataset or task. `sampling`: the fields of each request besides the prompt.
+    """Read the rows of the dataset or task. `sampling`: the fields of each request other than the prompt.
 
-    Raises TaskError for a source that cannot be read, a column or field that is not there, and rows of which none can be asked.
+    Raises TaskError for an unreadable source, a missing column or field, and if no row has a usable prompt.
     """
     task, task_config = None, None
     if config.task_module is not None:
@@ -130,7 +130,7 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
 
 
 def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
-    """The prompts of a dataset's rows, by the template or from a column. Raises TaskError if a column is missing."""
+    """The prompts of a dataset's rows, from the template or a column. Raises TaskError if a column is missing."""
     there = list(dict.fromkeys(name for row in rows for name in row))
     where = f"The dataset {config.dataset!r}"
     column, template = config.prompt_column or PROMPT, None
@@ -156,7 +156,7 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
 
 
 def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
-    """Messages or text, and whether the assistant's turn ends the row."""
+    """The prompt as messages or text, and whether the row ends with the start of an assistant's turn."""
     prompt = checked_prompt(value, "its prompt", config.prompt_column or PROMPT)
     if config.api == "completions":
         if not isinstance(prompt, str):
@@ -192,9 +192,9 @@ def _with_keys(
 
 
 def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> None:
-    """Raise TaskError where single braces, which stand for themselves beside `{{ instruction }}`, seem to mean a column.
+    """Raise TaskError if single braces seem to mean a column: in a template with `{{ instruction }}` they are literal.
 
-    LaTeX (`\\boxed{answer}`) does not.
+    LaTeX (`\\boxed{answer}`) is accepted.
     """
     if not INSTRUCTION.search(template):
         return
@@ -208,9 +208,9 @@ def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> 
 
 
 class Template:
-    """A text with columns in braces; `{{` and `}}` stand for braces. Raises TaskError for one that is broken or has none.
+    """A text with columns in braces; `{{` and `}}` are literal braces. Raises TaskError if it is invalid or names no column.
 
-    In templates that others have, `{{ instruction }}` is the prompt column, and single braces stand for themselves.
+    In templates of other tools, `{{ instruction }}` is the prompt column and single braces are literal.
     """
 
     def __init__(self, text: str, prompt_column: str = PROMPT) -> None:
@@ -227,7 +227,7 @@ class Template:
             )
 
     def written(self, row: Row) -> str:
-        """The text of a row. Raises TaskError where the row has nothing in one of the columns."""
+        """Fill in the template for a row. Raises TaskError if a column is empty in this row."""
         empty = [name for name in self.fields if row.get(name) in (None, "")]
         if empty:
             raise TaskError(f"its column {empty[0]!r}, which the template names, is empty.")
@@ -241,7 +241,7 @@ class Template:
 
 
 def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"], str]]:
-    """The text between one `{{ instruction }}` and the next. Raises TaskError for more that would be filled in elsewhere."""
+    """Split a template at `{{ instruction }}`. Raises TaskError for other Jinja expressions, which could not be filled in."""
     texts = INSTRUCTION.split(text)
     if unknown := _BRACES.search("\n".join(texts)):
         raise TaskError(

@@ -1,12 +1,12 @@
 """Writes the result files from the journal, each time from scratch, in the order of the input.
 
-    generations.jsonl    one line for each row that was answered: its columns, and `generation` (a list where there are several), with
-                         finish_reason, reasoning, reward, usage and model
-    train.jsonl          what trains with `groupwise sft`: one line for each generation that is kept, with `prompt` and `completion`
-    failures.jsonl       rows without all their generations, what they ask, and why
+    generations.jsonl    one line for each answered row: its columns, `generation` (a list if there are several), finish_reason,
+                         reasoning, reward, usage and model
+    train.jsonl          data for `groupwise sft`: one line for each kept generation, with `prompt` and `completion`
+    failures.jsonl       rows without all their generations, with prompt and reason
 
-Not kept are generations without text, those that the limit cut off (unless `keep_truncated`), and those that the rewards keep out.
-Where not one could be scored, a limit on rewards says nothing about them: train.jsonl stays as it was.
+Generations are not kept if they have no text, if the length limit cut them off (unless `keep_truncated`), or if their reward is too low.
+If no generation could be scored, `min_reward` cannot be applied, and train.jsonl stays unchanged.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TRAIN = "train.jsonl"
 FAILURES = "failures.jsonl"
 
 MAX_PROMPT_CHARACTERS = 200
-"""Characters of a prompt that `failures.jsonl` shows."""
+"""Number of characters of a prompt that `failures.jsonl` shows."""
 CUT_OFF = frozenset({"length", "content_filter"})
 """Finish reasons of incomplete texts."""
 OTHER_FORMS = frozenset(
     {"messages", "input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"}
 )
-"""Columns of the input that supervised training would take in place of prompt and completion."""
+"""Columns of the input that supervised training would use instead of prompt and completion."""
 
 
 @dataclass(slots=True)
@@ -51,11 +51,11 @@ class Counts:
     generations: int = 0
     kept: int = 0
     left_out: Counter[str] = field(default_factory=Counter[str])
-    """Generations that are not trained on, by reason."""
+    """Number of generations that are not trained on, by reason."""
     rewards: list[float] = field(default_factory=list[float])
     best: list[float] = field(default_factory=list[float])
     unscored: Counter[str] = field(default_factory=Counter[str])
-    """Generations without a reward, by reason."""
+    """Number of generations without a reward, by reason."""
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def write_results(
     scores: Scores,
     failures: Sequence[Failure],
 ) -> Counts:
-    """Write the three files; each appears whole. Rows without all their generations are in the last one alone.
+    """Write the three files atomically. Rows without all their generations appear only in failures.jsonl.
 
-    Where a limit on rewards meets generations of which none could be scored, train.jsonl is left as it was.
+    If `min_reward` is set but no generation could be scored, train.jsonl is left unchanged.
     """
     counts = Counts()
     whole = [
@@ -101,12 +101,12 @@ def write_results(
 
 
 def left_unjudged(config: GenerateConfig, counts: Counts) -> bool:
-    """True if rewards decide what is kept, but no generation could be scored."""
+    """True if rewards decide which generations are kept, but none could be scored."""
     return config.min_reward is not None and bool(counts.unscored) and not counts.rewards
 
 
 def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]:
-    """Columns of the input that the results replace with their own."""
+    """Columns of the input that the results replace."""
     ours = {"generation", "finish_reason", "reasoning", "usage", "model"}
     ours |= {"reward"} if config.scores else set()
     there = {name for item in items for name in item.columns}
@@ -154,7 +154,7 @@ def _one_or_all(values: list[Any]) -> Any:
 def _failure_rows(failures: Sequence[Failure], items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     by_index = {item.index: item for item in items}
     for failure in sorted(failures, key=lambda failure: failure.index):
-        item = by_index.get(failure.index)  # a row that cannot be asked is no item
+        item = by_index.get(failure.index)  # a row without a usable prompt is not among the items
         prompt = item.prompt if item else ""
         text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
         yield {
@@ -196,7 +196,7 @@ def _select(
 def _exclusion_reasons(
     found: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
-    """The reason why each generation of a row is left out; None if it stays."""
+    """For each generation of a row, the reason why it is left out, or None."""
     reasons = [_unusable(each, config) for each in found]
     if config.min_reward is None:
         return reasons

@@ -22,9 +22,9 @@ from groupwise.training.generation.journal import Answers, Generation
 from groupwise.training.generation.prompts import PROMPT, Item, Prompts
 
 Scores = dict[str, tuple[MemberScore, ...]]
-"""The scores of each generation, by the row's key."""
+"""The scores of a row's generations, by the row's key."""
 TOKENS = "completion_ids"
-"""The argument of reward functions that a service cannot fill: it says how many tokens were billed, not which."""
+"""An argument of reward functions that a service cannot fill: it reports how many tokens were billed, but not their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Scoring:
 
     scorer: Scorer
     left_out: tuple[str, ...] = ()
-    """Parts that judge tokens: the reward is the sum of the others."""
+    """Names of the parts that need token ids; the reward is the sum of the others."""
 
 
 def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
@@ -76,14 +76,14 @@ def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricSc
 
 
 def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
-    """The factory that reward workers call for those of a task."""
+    """The factory that reward workers call for a task's rewards."""
     made = rollout_builder.scorer_for_worker(config, task)
     assert made.rubric is not None, "the hook is there"
     return replace(made, rubric=without_tokens(made.rubric)[0])
 
 
 def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
-    """The rewards that need only text, and the names of the others. Raises TaskError if none of the former has weight."""
+    """The rewards that need only text, and the names of the others. Raises TaskError if none of the former has any weight."""
     asking = tuple(
         name
         for name, function in zip(rubric.names, rubric.functions, strict=True)
@@ -104,7 +104,7 @@ def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
 async def score_all(
     scorer: Scorer, items: Sequence[Item], answers: Answers, changed: Callable[[int], None]
 ) -> Scores:
-    """The scores of each row that has generations; `changed` is called with the number of scored rows."""
+    """Score each row that has generations; `changed` is called with the number of scored rows."""
     scores: Scores = {}
 
     async def score(item: Item, generations: Sequence[Generation]) -> None:

@@ -1,7 +1,7 @@
-"""Uploads a generation as a dataset on the hub: the training rows, and beside them all generations.
+"""Uploads a generation as a dataset on the hub: the training rows and, as a second configuration, all generations.
 
-`groupwise generate` asks whether it may write there before anything is paid for, and uploads at the end, in one commit. The token is
-huggingface_hub's own affair (HF_TOKEN, or its login).
+`groupwise generate` checks before any request costs money that it may write there, and uploads at the end in one commit.
+huggingface_hub finds the token (HF_TOKEN or its login).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Made with `groupwise generate`. `{TRAIN}` holds what was kept for training, `{GE
 
 
 def prepare_upload(name: str, *, private: bool) -> None:
-    """Create the dataset if it does not exist. Raises UsageError if the user may not write there, or everyone could read it."""
+    """Create the dataset if it does not exist. Raises UsageError if the user may not write to it, or if it is not private as configured."""
     with _refusals(UsageError, f"The dataset {name} on the hub cannot be written"):
         _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
         public = private and _hub().repo_info(name, repo_type="dataset").private is False
@@ -43,9 +43,9 @@ def prepare_upload(name: str, *, private: bool) -> None:
 
 
 def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str:
-    """Upload the finished files; returns where they are. Raises EndpointError; the folder holds everything all the same.
+    """Upload the finished files; returns the commit's URL. Raises EndpointError; the local folder is complete in any case.
 
-    `rewards_left_out` are the parts that the column `reward` lacks, which the card says.
+    `rewards_left_out` are the parts that the column `reward` does not include; the dataset card lists them.
     """
     what = (
         f"{folder} is complete, but it could not be uploaded to {name}; run the same command again"

@@ -1,6 +1,6 @@
-"""One draw: its example, sampled as a group by the policy that serves, and scored.
+"""One draw: samples a group for its example with the served policy, and scores it.
 
-Sampling and scoring are apart, because the sampler may be given other weights as soon as everything is sampled, while
+Sampling and scoring are separate functions, because the sampler may load other weights as soon as all completions are sampled, while
 rewards may take longer.
 """
 
@@ -20,7 +20,7 @@ from groupwise.training.loops.run import Run, TaskRun
 
 
 async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
-    """The group of a draw of a step: its rollouts pending, or those of an earlier draw once more."""
+    """Sample the group of a draw, without rewards. If the draw repeats an earlier one, return that group's recorded rollouts."""
     training = run.config.training
     example, prompt = run.pool(choice.pool).at(choice.index)
     if choice.again is not None:
@@ -40,11 +40,11 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
 
 
 def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
-    """The group of an earlier draw as that of this one: its rollouts with their rewards, and no credit yet."""
+    """The recorded group of an earlier draw, as the group of this draw: with its rewards, but without advantages."""
     group = run.folder.store.group(again)
     assert group is not None, f"draw {again} is in the record"
     rollouts: list[Rollout] = []
-    for rollout in group.rollouts:  # without the results of the step that learned from it
+    for rollout in group.rollouts:  # drop the results of the step that trained on it
         segments = tuple(replace(segment, learner_logprobs=None) for segment in rollout.segments)
         rollouts.append(replace(rollout, draw=draw, advantage=None, segments=segments))
     return replace(
@@ -53,7 +53,7 @@ def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:
-    """The group with rewards, shaped as the algorithm wants them. Reward functions see `step`: the one that drew it."""
+    """Score the group, and shape its rewards as the algorithm requires. Reward functions receive `step`, at which it was drawn."""
     if group.again is not None:
         return group
     if any(part.weight for rollout in group.rollouts for part in rollout.parts):
@@ -63,7 +63,7 @@ async def score(run: TaskRun, group: Group, step: int) -> Group:
 
 
 def check_served(policy: Policy, group: Group) -> None:
-    """Raise `PolicyMismatchError` if a policy segment was drawn by other weights than those published last."""
+    """Raise `PolicyMismatchError` if a policy segment was drawn by weights other than those of `policy`."""
     for rollout in group.rollouts:
         for segment in rollout.segments:
             served = (segment.policy_version, segment.fingerprint)
@@ -76,7 +76,7 @@ def check_served(policy: Policy, group: Group) -> None:
 
 
 async def serve(run: Run, policy: Policy) -> None:
-    """Load these weights into the sampler, and verify that it serves them."""
+    """Load these weights into the sampler, and verify by fingerprint that it serves them."""
     started = time.perf_counter()
     await run.settle()
     await run.sampler.load(policy)

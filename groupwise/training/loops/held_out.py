@@ -1,6 +1,6 @@
-"""Evaluates held-out prompts during a run, with the present policy, and records the results.
+"""Evaluates the current policy on held-out prompts during a run, and records the results.
 
-Their seeds depend on prompt and sample alone, and no random state of the training is touched.
+The seeds depend only on prompt and sample, and the random state of training is not changed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from groupwise.training.loops.run import TaskRun
 logger = logging.getLogger(__name__)
 
 ASKED = "held_out"
-"""The fact about a run that fingerprints the prompts of its evaluations, and how they are answered."""
+"""The run's fact with the fingerprint of its evaluations: their prompts and sampling options."""
 PART, MEAN = "rewards/", "/mean"
-"""Text around a part's name in the metric that is its mean."""
+"""Prefix and suffix around a reward part's name in the metric of its mean."""
 SIGNAL = "held_out"
-"""The signal of reward hacking that evaluations give."""
+"""Name of the reward-hacking signal that comes from evaluations."""
 
 
 async def evaluate_now_and_then(run: TaskRun) -> None:
-    """Evaluate every `eval.eval_steps` steps, and if a callback asks for it."""
+    """Evaluate every `eval.eval_steps` steps and when a callback asks for it."""
     if not _due(run):
         return
     name = in_passing(run.step)
@@ -42,12 +42,12 @@ async def evaluate_now_and_then(run: TaskRun) -> None:
 
 
 def in_passing(step: int) -> str:
-    """The name of an evaluation during the training."""
+    """The name of an evaluation during training."""
     return f"step-{step}"
 
 
 def _due(run: TaskRun) -> bool:
-    """True if an evaluation is due now. After the last step only on request, because the end has an evaluation of its own."""
+    """True if an evaluation is due. After the last step only on request, because the run ends with another evaluation."""
     requested = run.callbacks.evaluation_was_asked
     if requested and run.held_out is None:
         logger.warning(
@@ -62,13 +62,13 @@ def _due(run: TaskRun) -> bool:
 
 
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
-    """Pass an evaluation of the present policy to the callbacks, and warn if it shows reward hacking."""
+    """Pass an evaluation of the current policy to the callbacks, and warn if it shows reward hacking."""
     _notice_divergence(run)
     await run.callbacks.evaluated(_record(run, name, result))
 
 
 def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
-    """An evaluation of that name and step that stands in the record, if it asked what the run asks now."""
+    """The recorded evaluation of that name and step, or None. It must have the held-out prompts and options that the run has now."""
     record = run.folder.store.evaluation(step, name)
     if record is None or record.asked not in ("", _stored_questions(run)):
         return None
@@ -76,7 +76,7 @@ def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None
 
 
 def notice_changed_questions(run: TaskRun, questions: str) -> None:
-    """After a resume: note the fingerprint of the held-out prompts, and say so if it changed."""
+    """After a resume, record the fingerprint of the held-out prompts and options, and log if it changed."""
     before = _stored_questions(run)
     if before == questions:
         return
@@ -98,10 +98,10 @@ def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
 
 
 async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
-    """Answer the held-out prompts with the policy as it is, and record how it did.
+    """Evaluate the current policy on the held-out prompts and record the result.
 
-    Metrics of the task that fail are left out. None if the task has no such prompts, or if no reward worker can be
-    started: that must not stop the training.
+    The task's own metrics are omitted if they fail. Returns None if the task has no such prompts, or if no reward worker can be
+    started: that must not stop training.
     """
     if run.held_out is None:
         return None
@@ -131,16 +131,16 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
 
 
 async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
-    """Record an evaluation of the present policy, and announce it."""
+    """Record an evaluation of the current policy and announce it to the callbacks."""
     run.folder.store.add_evaluation(_record(run, name, result))
     await announce(run, name, result)
     return result
 
 
 def _notice_divergence(run: TaskRun) -> None:
-    """Warn if the held-out prompts do worse than they did, while the training reward rises.
+    """Warn if the held-out results got worse while the training reward rises.
 
-    All of it follows from the record, so that an evaluation which a resume finds there says what it said before.
+    This depends only on the record, so an evaluation that a resume finds there gives the same warning again.
     """
     if run.signals is None:
         return
@@ -150,7 +150,7 @@ def _notice_divergence(run: TaskRun) -> None:
     }
     if run.step not in evaluations:
         return
-    # The metric's name is checked at the first evaluation.
+    # The metric's name can only be checked at the first evaluation.
     metric, metrics = run.signals.config.held_out_metric, evaluations[run.step].metrics
     if metric is not None and metric not in metrics and min(evaluations) == run.step:
         run.say(
@@ -171,7 +171,7 @@ def _notice_divergence(run: TaskRun) -> None:
 def _divergence(
     run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
 ) -> Finding | None:
-    """The evaluation of the policy as it is beside the best one before it; None where they cannot be compared."""
+    """Compare the evaluation of the current policy with the best one before it; None if they cannot be compared."""
     metric = config.held_out_metric or _main_metric(evaluations[run.step].metrics, config)
     known = {step: e.metrics[metric] for step, e in evaluations.items() if metric in e.metrics}
     earlier = [step for step in known if step < run.step]
@@ -186,15 +186,15 @@ def _divergence(
     then, now = values
     both = sorted(then.keys() & now.keys())
     fall = Fall(metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1)
-    # Training rewards since the best evaluation; if some examples were chosen, only those of the
-    # others.
+    # Training rewards since the best evaluation. If some examples were chosen by the curriculum or replay,
+    # only the rewards of the others count.
     curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], best)
     rewards = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])
     return divergence(fall, [value for _, value in rewards if math.isfinite(value)])
 
 
 def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
-    """The metric of the part which says whether a task is solved, else the reward."""
+    """The mean of the reward part that shows whether a task is solved; without such a part, the reward."""
     parts = [name for name in metrics if name.startswith(PART) and name.endswith(MEAN)]
     metric = f"{PART}{config.accuracy_part}{MEAN}"
     if config.accuracy_part is not None:
@@ -204,7 +204,7 @@ def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
 
 
 def described(result: EvalResult) -> str:
-    """The metrics that people look at, and failures with their reasons."""
+    """The main metrics of an evaluation, and the number of failures with the first reason, as text."""
     parts = [f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key]
     failed = [row["reason"] for row in result.rows if row["reason"]]
     if failed:

@@ -1,13 +1,12 @@
-"""Learns from a step: makes rows from groups and weights, and does one or several updates with them.
+"""Trains on the groups of a step: turns them into rows with advantages and makes one or several updates.
 
-A step makes `training.num_iterations` passes over its groups, each in `training.minibatches` updates of whole groups. The ratio of
-every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
-start of the step), so that the clip holds all updates of a step near it.
+A step makes `training.num_iterations` passes over its groups, each split into `training.minibatches` updates of whole groups. The ratio
+of every update is relative to the policy that sampled (with importance correction: to the learner's weights at the start of the step),
+so the clip keeps all updates of a step near that policy. Some algorithms take one ratio for a whole rollout
+(`Algorithm.ratio_of_rollout`). If such a rollout has several rows, each row receives before an update the current log-ratios of its
+other rows, which costs another forward pass.
 
-If an algorithm takes one ratio for a whole rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row receives before
-an update the log-ratios of its other rows by the present weights; this costs another forward pass of those rows.
-
-If tokens are kept, the record gets the log-probabilities of the first pass over each group (`noted`).
+If tokens are kept, the record contains the log-probabilities of the first pass over each group (`noted`).
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ class Learned:
     """The result of a step's updates."""
 
     changed: bool = False
-    """True if an update was applied."""
+    """True if at least one update was applied."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     logprobs: Mapping[int, Sequence[tuple[float, ...]]] = field(
         default_factory=dict[int, Sequence[tuple[float, ...]]]
     )
-    """Log-probabilities of a group's rows in the first pass over them, by the group's place in the step; some groups have none."""
+    """Index of a group in the step -> log-probabilities of its rows in the first pass. Groups without signal are missing."""
 
 
 def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned) -> list[Group]:
-    """The groups of a step as they are recorded: with each rollout's credit and the learner's log-probabilities of its tokens."""
+    """The groups of a step as they are recorded: with each rollout's advantages and the learner's log-probabilities of its tokens."""
     return [
         with_learner_logprobs(with_advantages(group, credit), credit, learned.logprobs.get(place))
         for place, (group, credit) in enumerate(zip(groups, weights, strict=True))
@@ -56,7 +55,7 @@ def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned)
 async def learn(
     run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
 ) -> Learned:
-    """Do the step's updates; none if no group teaches."""
+    """Make the step's updates; none if no group has a signal."""
     rows_by_group = [
         training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
         for group, credit in zip(groups, weights, strict=True)
@@ -102,7 +101,7 @@ async def _updates(
 
 
 def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
-    """The groups of each update of a step: contiguous, as equal as possible, the same in every pass."""
+    """For each update of a step, the range of its groups: contiguous, of nearly equal size, the same in every pass."""
     count = min(training.minibatches, groups)
     bounds = [groups * index // count for index in range(count + 1)]
     for _ in range(training.num_iterations):
@@ -112,7 +111,7 @@ def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
 async def _forward_backward(
     run: Learning, rows: Sequence[Row], denominators: dict[str, float], *, droppable: bool
 ) -> dict[str, float]:
-    """The gradient of one update. Once a step has changed the weights, it is finished before an interruption is heeded."""
+    """Compute the gradient of one update. An interruption is accepted only if `droppable`: before the step has changed the weights."""
     work = run.learner.forward_backward(rows, run.algorithm.loss_spec(), denominators)
     try:
         return await (run.interruption.allow(work) if droppable else work)
@@ -124,7 +123,7 @@ async def _forward_backward(
 async def _trained_logprobs(
     run: Learning, part: Iterable[int], rows_by_group: Sequence[Sequence[Row]]
 ) -> dict[int, Sequence[tuple[float, ...]]]:
-    """Log-probabilities of the latest pass, by group; empty if this learner does not give them."""
+    """Log-probabilities of the latest pass, by index of the group; empty if this learner does not provide them."""
     found = await run.learner.trained_logprobs()
     if found is None:
         return {}
@@ -135,13 +134,13 @@ async def _trained_logprobs(
 
 
 async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) -> list[list[Row]]:
-    """The rows with what the loss needs beside the sampler's log-probabilities, all by the weights at the start of the step."""
+    """Add the log-probabilities that the loss needs in addition to the sampler's, all with the weights at the start of the step."""
     rows = [row for group in rows_by_group for row in group]
     if run.algorithm.needs_reference:
         found = await run.learner.logprobs(rows, "reference")
         rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, found, strict=True)]
-    # Log-probabilities at the start of the step are needed by later updates, and by other rows of the same rollout;
-    # the first update makes its own.
+    # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
+    # the first update computes its own.
     updates = len([*parts(len(rows_by_group), run.config.training)])
     needed = updates > 1 or any(row.others is not None for row in with_others(rows))
     if run.algorithm.needs_proximal and needed:
@@ -152,9 +151,9 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
 
 
 async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> list[Row]:
-    """The rows with the ratios of the other rows of their rollouts by the weights as they are now.
+    """Add to each row the current log-ratios of the other rows of its rollout.
 
-    Before the first update these are the proximal ones, where there are any, and every ratio is 1.
+    Before the first update, the current log-probabilities are the proximal ones, so every ratio is 1 and no forward pass is needed.
     """
     parted = [row for row in rows if row.others is not None]
     known = droppable and run.algorithm.needs_proximal

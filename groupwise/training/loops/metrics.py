@@ -1,4 +1,4 @@
-"""The numbers of a step, under the names that users of TRL know where the thing is the same."""
+"""The metrics of a step. They have the names that TRL gives to the same quantities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN_MEANS = {
     "importance_sampling_ratio": "sampling/importance_sampling_ratio/mean",
     "importance_sampling_clipped": "sampling/importance_sampling_clipped",
 }
-"""Sums of the learner that are shown as means over the tokens that teach."""
+"""Sums by the learner that are shown as means over the trained tokens: name of the sum -> metric."""
 
 OWN_NAMES = frozenset(
     {
@@ -57,12 +57,12 @@ OWN_PREFIXES = (
     "perf/",
     "task/",
 )
-"""Names that belong to the loop, present in a step or not."""
+"""Names and prefixes that belong to the loop, even if a step does not have them."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of a step's phases; sampling and scoring overlap."""
+    """Durations of a step's phases in seconds; sampling and scoring overlap."""
 
     sampling: float = 0.0
     scoring: float = 0.0
@@ -74,12 +74,12 @@ class Timings:
     learned_tokens: int = 0
 
     def drew(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
-        """Note how long the groups of the step took, also where that was during the step before."""
+        """Set how long the groups of the step took; part of that time may have been during earlier steps."""
         self.sampling, self.scoring, self.sampled_tokens = sampling, scoring, sampled_tokens
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and outcomes of a step's groups. A number that does not exist in this step is left out."""
+    """Rewards, lengths and outcomes of a step's groups. Numbers that do not exist in this step are omitted."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     lengths = [rollout.written for rollout in rollouts]
@@ -112,7 +112,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def loss_metrics(
     updates: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> dict[str, float]:
-    """The mean loss and per-token means, from what the learner summed for each update, and its denominators."""
+    """The mean loss and per-token means, from the learner's sums and the denominators of each update."""
     metrics = {
         "loss": fmean(
             sum(sums[f"loss/{name}"] / value for name, value in denominators.items() if value)
@@ -127,14 +127,15 @@ def loss_metrics(
         for name, metric in TOKEN_MEANS.items()
         if tokens and name in sums
     }
-    if "clip_ratio/high_mean" in means:  # a clip from above alone has no low one
+    # An algorithm that clips only from above has no lower ratio.
+    if "clip_ratio/high_mean" in means:
         low = means.get("clip_ratio/low_mean", 0.0)
         means["clip_ratio/region_mean"] = low + means["clip_ratio/high_mean"]
     return {**metrics, **means}
 
 
 def timing_metrics(timings: Timings) -> dict[str, float]:
-    """Seconds and tokens per second; no part of any equality between runs."""
+    """Seconds and tokens per second. They differ between runs that are otherwise identical."""
     rates = {
         "perf/sampling_tokens_per_second": (timings.sampled_tokens, timings.sampling),
         "perf/learning_tokens_per_second": (timings.learned_tokens, timings.learning),
@@ -154,7 +155,7 @@ def timing_metrics(timings: Timings) -> dict[str, float]:
 
 
 def failure_reasons(groups: Sequence[Group], most: int = 3) -> list[str]:
-    """Why rollouts were not scored, the most frequent reasons first, with counts."""
+    """Reasons why rollouts were not scored, with counts, the most frequent first."""
     reasons = Counter(
         rollout.reason or "no reason given"
         for group in groups
@@ -173,7 +174,8 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not scored:
         return {}
     mean = {"reward": fmean(value for rewards in scored for value in rewards)}
-    if all(len(group.rollouts) == 1 for group in groups):  # no comparison within a group
+    # There is nothing to compare within a group.
+    if all(len(group.rollouts) == 1 for group in groups):
         return mean
     silent = [tied(rewards) for rewards in scored]
     return {
@@ -184,7 +186,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics that reward functions logged. Our own names stay ours: theirs of the same name are kept as `task/<name>`."""
+    """Metrics that reward functions logged. A metric with one of the loop's names is renamed to `task/<name>`."""
     found: dict[str, float] = {}
     for name in sorted({name for group in groups for name in group.metrics}):
         ours = name in OWN_NAMES or name.startswith(OWN_PREFIXES)
@@ -194,5 +196,5 @@ def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Standard deviation of a sample, as in the algorithms; 0 for a single value."""
+    """Standard deviation of a sample, with n − 1 as in the algorithms; 0 for a single value."""
     return stdev(values) if len(values) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""The end of any training run: curve, summary, model card, upload, the final state of its folder, and the message to its callbacks."""
+"""The end of any training run: curve, summary, model card, upload, the final state of its folder, and the event for its callbacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_curve(run: Training, metric: str) -> None:
-    """`reward.svg` or `loss.svg`: the metric of every step."""
+    """Write `reward.svg` or `loss.svg`: the metric over all steps."""
     points = run.folder.store.metrics([metric]).get(metric, [])
     if points:
         series = with_mean(metric, points, warm_up=warm_up_curve(run.folder.path, metric))
@@ -40,7 +40,7 @@ def write_curve(run: Training, metric: str) -> None:
 
 
 def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:
-    """Summarise any run in a few lines. `started` is by `time.perf_counter`."""
+    """Summarise any run in a few entries. `started` is a time of `time.perf_counter`."""
     published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
     warned = [
         {"step": each.step, "signal": each.name, "kind": each.kind, "message": each.message}
@@ -61,13 +61,13 @@ def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, An
 
 
 def first_and_last(run: Training, metric: str) -> tuple[float | None, float | None]:
-    """A metric at the beginning of the run and at its end, as `groupwise.runs.find.reward_ends` has it."""
+    """A metric at the start and at the end of the run, as computed by `groupwise.runs.find.reward_ends`."""
     points = run.folder.store.metrics([metric]).get(metric, [])
     return find.reward_ends([value for _, value in points])
 
 
 def ended_early(run: Training) -> dict[str, Any]:
-    """The summary's entry about the callback that ended the run before its last step, and its reason."""
+    """The summary's entry about the callback that stopped the run before its last step, with its reason; empty otherwise."""
     stop = run.callbacks.stop
     if stop is None or run.step >= run.max_steps:
         return {}
@@ -79,9 +79,9 @@ def ended_early(run: Training) -> dict[str, Any]:
 async def end(
     run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Report the end of the run to callbacks, record and viewers. Returns the summary with the state.
+    """Record the end of the run and announce it to callbacks and viewers. Returns the summary with the state.
 
-    Before that, the final weights of a finished run get their model card, and are uploaded if `run.hub` is set.
+    Before that, the final weights of a finished run get their model card and are uploaded if `run.hub` is set.
     """
     if state == "finished":
         step = run.folder.store.get_meta()[FINAL_STEP]
@@ -97,7 +97,7 @@ async def end(
         summary = {**summary, **await _upload(run, summary["policy"])}
     run.folder.summarise(state, summary)
     try:
-        # A run that is killed during these calls is not over, and a resume calls them again.
+        # A run that is killed during these calls has not ended; a resume repeats them.
         await run.callbacks.end(RunEnd(state, summary))
     except CallbackError:
         run.folder.finish(state, summary)
@@ -113,14 +113,14 @@ async def end(
 
 
 def exit_code(run: Training, summary: dict[str, Any]) -> int:
-    """Exit code of a run that has taken all its steps: 1 if its result could not be uploaded, that of Ctrl-C if a callback left work."""
+    """Exit code of a run that has taken all its steps: 1 if the upload failed; that of Ctrl-C or SIGTERM if a callback left work."""
     if summary["state"] == "interrupted":
         return 128 + (run.interruption.asked or signal.SIGINT)
     return 1 if "error" in summary.get("hub", {}) else 0
 
 
 async def _upload(run: Training, policy: str) -> dict[str, Any]:
-    """Upload the final weights; returns the summary's entry: where they are, or why not. The folder has them either way."""
+    """Upload the final weights. Returns the summary's entry: their location, or the error. The folder has them in any case."""
     hub = run.config.run.hub
     if hub.repo_id is None:
         return {}
@@ -147,7 +147,7 @@ async def _upload(run: Training, policy: str) -> dict[str, Any]:
 
 
 class _Uploader:
-    """The upload in a daemon thread, which does not keep a process from ending."""
+    """Uploads in a daemon thread, which does not keep the process alive."""
 
     def begin(self) -> None:
         pass
@@ -160,7 +160,7 @@ class _Uploader:
 
 
 async def failed(run: Training, error: BaseException) -> None:
-    """Tell the callbacks, once the folder says so. Ctrl-C twice ends the run at once and does not wait for them."""
+    """Record a failure in the folder, then announce it to the callbacks. A second Ctrl-C ends the run at once, without the callbacks."""
     if isinstance(error, Exception):
         with suppress(StoreError):
             run.folder.finish("failed", error=error)

@@ -1,6 +1,6 @@
-"""The parts of a training run that are known before a model is loaded, for rewards and teachers alike.
+"""The parts of a training run that are known before a model is loaded, common to reinforcement learning and supervised training.
 
-`rl_prepare` and `sft_prepare` find it out, each for its command; what they share is here.
+`rl_prepare` and `sft_prepare` add the parts of their commands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from groupwise.training.loops.training import TrainedBy
 from groupwise.training.placement import AnyConfig, Layout, crowding
 
 ROWS_READ = "rows_read"
-"""The fact about a run that says how many rows of a stream without a length it reads."""
+"""The run's fact with the number of rows that it reads of a stream without a length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,11 @@ class Prepared:
     max_steps: int
     layout: Layout
     facts: dict[str, Any]
-    """Fingerprints of what the config only names: task, its file, the data as token ids, the base model, what held-out examples
-    ask; how many rows of a stream were read."""
+    """Fingerprints of everything that the config only names: the task, its files, the data as token ids, the base model, the held-out
+    prompts. Also the number of rows that were read of a stream.
+    """
     callbacks: tuple[Named, ...] = ()
-    """The callbacks of the config; a task's own are made when the run's folder is known."""
+    """The callbacks of the config. A task's own callbacks are created later, when the run's folder is known."""
 
     @property
     def config(self) -> TrainedBy:
@@ -52,11 +53,11 @@ class Prepared:
         return self.loaded.run_name
 
 
-# --- the weights that a run starts from ----------------------------------------------------------
+# --- the initial weights of a run -----------------------------------------------------------------
 
 
 def check_start(loaded: LoadedConfig) -> None:
-    """Raise `ModelError` if the run cannot start from its adapter, called as the user gave it."""
+    """Raise `ModelError` if the run cannot start from its adapter. The message names the adapter by the option that the user gave."""
     model, lora = loaded.config.model, loaded.config.lora
     if model.adapter is None:
         return
@@ -67,7 +68,7 @@ def check_start(loaded: LoadedConfig) -> None:
 
 
 def starting_from(loaded: Loaded, folder: Path) -> Loaded:
-    """The config of a run that begins with the weights in a folder: an adapter, or a whole model."""
+    """The config of a run that starts from the weights in a folder: an adapter, or a whole model."""
     key = key_of_weights(folder)
     of_another = {"adapter_revision": None} if key == "adapter" else {}
     model = loaded.config.model.model_copy(update={**of_another, key: str(folder)})
@@ -75,7 +76,7 @@ def starting_from(loaded: Loaded, folder: Path) -> Loaded:
 
 
 def key_of_weights(folder: Path) -> Literal["adapter", "name"]:
-    """The key of the `model` section that names such weights: those of an adapter, or a whole model."""
+    """The key of the `model` section for such weights: `adapter` for an adapter, `name` for a whole model."""
     return "adapter" if (folder / "adapter_config.json").is_file() else "name"
 
 
@@ -83,7 +84,7 @@ def key_of_weights(folder: Path) -> Literal["adapter", "name"]:
 
 
 def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
-    """The task's name, a fingerprint of the files that its hooks and its rewards stand in, and what it says of itself."""
+    """The task's name, its own facts, and a fingerprint of the files that contain its hooks and rewards."""
     names = dict.fromkeys((*task.files, *(rubric.files if rubric else ())))
     files = [file for file in map(Path, names) if file.is_file()]
     texts = [file.read_text(errors="replace") for file in files]
@@ -91,7 +92,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
 
 
 def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
-    """Counts of rows that were left out or changed, with the reason, by hook."""
+    """For each hook, the number of rows that were left out or changed, by reason."""
     return {
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
         "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},
@@ -99,23 +100,23 @@ def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def order_of(task: Task, hook: str, rows: Sequence[int], config: AnyConfig) -> Order:
-    """The order in which a run draws what is left of a hook's rows, given by their places among these."""
+    """The order in which a run draws the remaining rows of a hook; `rows` are their indices among all rows of the hook."""
     shares = among(task.shares.get(hook, ()), rows)
     return Order(len(rows), config.training.seed, shuffle=config.data.shuffle, shares=shares)
 
 
 def drawn_in_an_epoch(order: Order, examples: int) -> dict[str, int]:
-    """A plan's entry for epochs that do not draw each example once."""
+    """The plan's entry with the number of draws per epoch, if an epoch does not draw each example once."""
     return {} if order.length == examples else {"examples_drawn_in_an_epoch": order.length}
 
 
 def digest(*parts: Any) -> str:
-    """A short fingerprint of plain values."""
+    """A fingerprint of plain values: 16 hex digits of a SHA-256."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str]:
-    """Warnings about prompts that may not be what their author means, and about text that was taken out of them."""
+    """Warnings about prompts that may not be as their author intended, and about text that was removed from them."""
     stripped = [
         f"{count} prompts of {hook}: {what}"
         for hook, account in prepared.task.accounts.items()
@@ -134,9 +135,9 @@ def plan_of(
     shown: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The output of a dry run: the resolved config and the plan, with the amount of work (`counts`) and its beginning (`shown`).
+    """The output of a dry run: the resolved config, and the plan with the amount of work (`counts`) and first examples (`shown`).
 
-    Too many threads are warned of beside `warnings`.
+    A warning about too many threads is added to `warnings`.
     """
     settings = resolved(prepared.config)
     crowded = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)

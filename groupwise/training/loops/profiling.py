@@ -1,10 +1,10 @@
-"""`run.profile`: the work of a step, traced.
+"""`run.profile`: traces the work of a step.
 
     profile/step-N.json     every operator with its time, for Perfetto (https://ui.perfetto.dev) or chrome://tracing
-    profile/step-N.txt      seconds of each phase, and the operators that took longest
+    profile/step-N.txt      seconds of each phase, and the slowest operators
 
-The step itself stays the same, to the bit. Reward workers are other processes, and are not in the trace. Where several processes
-sample and learn (`run.processes`), it shows the first of them; the others do the same with other groups and rows.
+Tracing does not change the step's results, not even in the last bit. Reward workers are separate processes and not in the trace. If
+several processes sample and learn (`run.processes`), the trace shows only the first; the others do the same with other groups and rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from groupwise.engine.models.profile import Trace
 
 PROFILE = "profile"
-"""Folder of a run that holds the traces."""
+"""Name of the run's folder with the traces."""
 
 
 def check_profiled_steps(run: RunSection, max_steps: int) -> None:
-    """Raise ConfigError for a step that will not come."""
+    """Raise ConfigError if `run.profile` names a step beyond the last one."""
     if run.profiled_steps and max(run.profiled_steps) >= max_steps:
         raise ConfigError(
             f"run.profile names step {max(run.profiled_steps)}, but the run has the steps 0 to {max_steps - 1}."
@@ -37,7 +37,7 @@ def check_profiled_steps(run: RunSection, max_steps: int) -> None:
 
 @contextmanager
 def profiled(training: Training) -> Generator[None]:
-    """Trace what happens within, if `run.profile` names the step that is due."""
+    """Trace the code in this context, if `run.profile` names the current step."""
     step = training.step
     if step not in training.config.run.profiled_steps:
         yield
@@ -55,7 +55,7 @@ def profiled(training: Training) -> Generator[None]:
     training.progress.phase("writing the profile")
     try:
         folder = _write(training, step, trace)
-    except OSError as error:  # what was learned is worth more
+    except OSError as error:  # the trained step matters more
         training.say(f"warning: the profile of step {step} could not be written: {error}")
     else:
         training.say(f"the profile of step {step} is in {folder}")
@@ -63,7 +63,7 @@ def profiled(training: Training) -> Generator[None]:
 
 @contextmanager
 def _marking_calls(training: Training) -> Generator[Trace]:
-    """Trace this process, in which the learner's calls have their names."""
+    """Trace this process; the learner's calls appear in the trace by name."""
     from groupwise.engine.models.profile import MarkedLearner, traced
 
     training.learner = MarkedLearner(training.learner)
@@ -76,7 +76,7 @@ def _write(training: Training, step: int, trace: Any) -> Path:
     folder.mkdir(exist_ok=True)
     atomic_files.sweep(folder)
     table = folder / f"step-{step}.txt"
-    # If sampling runs ahead, it counts with the step that its groups belong to.
+    # If sampling runs ahead, its time counts for the step that its groups belong to.
     phases = ("sampling", "scoring", "learning", "publishing", "step")
     seconds = {name: getattr(training.timings, name) for name in phases}
     lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]

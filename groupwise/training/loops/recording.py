@@ -1,4 +1,4 @@
-"""Writes a step into the record, and notices problems on the way."""
+"""Writes a step into the run's record and warns about problems of the step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from groupwise.training.loops.run import Run, StepBatch
 logger = logging.getLogger(__name__)
 
 MAX_GAP = 0.15
-"""Mean difference of log-probabilities (nats) above which a warning is due. Usual in bfloat16 are 0.02 between the native engines and
-0.04 between transformers' modules."""
+"""Mean difference of log-probabilities (nats per token) between sampler and learner above which a warning is logged.
+
+In bfloat16, 0.02 is usual with the native engines and 0.04 with transformers' modules.
+"""
 
 
 def commit(
@@ -71,7 +73,7 @@ def commit(
     for warning in warnings:
         run.warn(warning)
     _warn_of_step(run, batch.all, metrics)
-    # The next step begins with an adapted penalty, and the policies that its schedule still needs.
+    # Prepare the next step: adapt the KL coefficient, and keep the policies that the schedule still needs.
     run.adapt(metrics)
     run.earlier[run.step] = policy_in
     run.step += 1
@@ -81,7 +83,7 @@ def commit(
 
 
 def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
-    """Stop the run after too many steps in a row without one scored rollout, or if a short run has no other steps."""
+    """Raise NothingScoredError after too many steps in a row without any scored rollout; in a shorter run, after all its steps."""
     if any(group.scored for group in groups):
         run.unscored_steps, run.unscored = 0, []
         return
@@ -92,7 +94,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
     limit = run.unscored_limit
     if limit is not None and run.unscored_steps >= min(limit, run.max_steps):
         steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
-        # A rollout that its environment failed has no end of its own.
+        # A rollout without `ended_by` was failed by its environment.
         endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
         names = {True: "the environment", False: "the reward functions"}
         if run.config.rollout.type != "environment":
@@ -107,8 +109,8 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
 
 
 def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
-    """Warn, once each, of a wide gap between sampler and learner, and of a task that gives no reward."""
-    # Both should give a token nearly the same probability; a wide gap means that they compute different policies.
+    """Warn once each about a large difference between sampler and learner, and about a task that gives no reward."""
+    # Both should give a token nearly the same probability; a large difference means that they compute different policies.
     gap = metrics.get("sampling/logprob_gap", 0.0)
     late = run.config.training.max_off_policy_steps > 0 or run.config.training.updates_per_step > 1
     if gap > MAX_GAP and not run.gap_seen and not late:
@@ -120,7 +122,7 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
             gap,
             MAX_GAP,
         )
-    # Rollouts without a reward count as 0, so that a task which forgot its rewards looks like one that is always lost.
+    # Rollouts without a reward count as 0, so a task that forgot its rewards looks like one that is never solved.
     if run.unrewarded and any(group.scored for group in groups):
         run.unrewarded = False
         logger.warning(
@@ -131,7 +133,7 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
 
 
 def _drawn_metrics(run: Run, batch: StepBatch, policy_in: Policy) -> dict[str, float]:
-    """Metrics of all groups that were drawn for a step, also the rejected ones, and of the settings that drew them."""
+    """Metrics of all groups that were drawn for a step, including the rejected ones, and of the sampling settings."""
     metrics = group_metrics(batch.all)
     if batch.rejected:
         metrics["rollouts/rejected_groups"] = float(len(batch.rejected))

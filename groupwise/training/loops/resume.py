@@ -1,4 +1,4 @@
-"""Finds the point where a run goes on, checks that it may, and takes the run back there."""
+"""Finds the point where a run resumes, checks that the resume is allowed, and restores the run."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ FIXED_FACTS = {
     "the training data, as token ids": "data",
     "the base model": "base",
 }
-"""Facts that a resume may not change, beside the config."""
+"""Facts that a resume may not change, in addition to keys of the config: name in messages -> fact."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The point where a run is resumed."""
+    """The point from which a run resumes."""
 
     path: Path
     checkpoint: Checkpoint | None
     """None if the run has no checkpoint: it starts over at step 0."""
     facts: dict[str, Any]
-    """Facts that the run noted about itself when it was started."""
+    """Facts that the run recorded about itself when it was started."""
     skipped: tuple[Skipped, ...]
-    """Checkpoints that cannot be used."""
+    """Damaged checkpoints that cannot be used."""
     there: tuple[int, ...]
     """The steps of all checkpoints that look complete."""
     made_anew: MadeAnew | None = None
-    """How its record was mended."""
+    """How the run's record was repaired; None if it was intact."""
 
     @property
     def step(self) -> int:
@@ -67,17 +67,17 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """An allowed resume: where it goes on, and what has changed since the run was started."""
+    """An allowed resume: its starting point, and the changes since the run was started."""
 
     point: ResumePoint
     changed: dict[str, tuple[Any, Any]]
-    """Keys of config and layout that have changed, as they may: the old and the new value."""
+    """Keys of config and layout that have changed and may change: old and new value."""
     warnings: tuple[str, ...]
-    """Changes after which results agree only up to rounding, and a changed task file."""
+    """Warnings about changes that make results agree only up to rounding, and about a changed task file."""
 
     @property
     def found(self) -> tuple[str, ...]:
-        """Messages from the search for the checkpoint: a record that had to be mended, checkpoints that cannot be used."""
+        """Messages from the search for the checkpoint: a repaired record, and checkpoints that cannot be used."""
         mended = () if self.point.made_anew is None else (str(self.point.made_anew),)
         return (*mended, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
 
@@ -85,9 +85,9 @@ class Resumption:
 def find_resume_point(
     loaded: LoadedConfig, resume: bool, resume_from: str | None, kind: str = "rl"
 ) -> ResumePoint | None:
-    """Find the point to go on from; None for a new run. `kind` is the command that started it.
+    """Find the point to resume from; None for a new run. `kind` is the command (`rl`, `sft`), which must be the one that started the run.
 
-    If both are given, `resume_from` names the run, which starts over from step 0 if it has no checkpoint.
+    If both are given, `resume_from` names the run, and it starts over from step 0 if it has no checkpoint.
     """
     if not resume and resume_from is None:
         return None
@@ -122,7 +122,7 @@ def _refuse_held(path: Path) -> None:
 
 
 def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
-    """The config with the weights that the run was started from by `--init-from`; they stand in its folder, wherever that is now."""
+    """The config, with the weights that the run copied from `--init-from`; their path follows the run's folder if that was moved."""
     own = point.path / START
     if not point.facts.get("init_from") or not own.is_dir():
         return loaded
@@ -130,7 +130,7 @@ def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
 
 
 def start_to_keep(point: ResumePoint) -> Path | None:
-    """The weights of `--init-from` if the run died before they were copied into its folder."""
+    """The weights of `--init-from`, if the run died before they were copied into its folder; otherwise None."""
     if not point.facts.get("init_from") or (point.path / START).is_dir():
         return None
     stored = read_config(point.path)["model"]
@@ -138,9 +138,9 @@ def start_to_keep(point: ResumePoint) -> Path | None:
 
 
 def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
-    """Compare the run with its start. Raises `ResumeMismatchError` with the differences that a resume may not make."""
+    """Compare the run as it was started with the config now. Raises `ResumeMismatchError` for changes that a resume may not make."""
     found = compare_for_resume(read_config(point.path), prepared.config)
-    # The name of a run may change, and so may the path of its own starting weights.
+    # The run's name may change, and so may the path of its copied initial weights.
     own = {"run.name"}
     start = point.path / START
     if point.facts.get("init_from"):
@@ -181,11 +181,11 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
 def open_folder(
     prepared: Prepared, point: ResumePoint | None, facts: Mapping[str, Any]
 ) -> RunFolder:
-    """The run's folder, held by this process. A new one notes `facts`: `kind`, `model`, what it was started from …"""
+    """Open or create the run's folder and lock it for this process. A new folder records `facts`: `kind`, `model`, `init_from` …"""
     keep = prepared.config.run.keep_tokens
     if point is not None:
         folder = RunFolder.open(point.path, keep_tokens=keep)
-        # Another process may have resumed the run and ended between the choice of the checkpoint and the lock.
+        # Another process may have resumed and ended the run after the checkpoint was chosen and before the lock was taken.
         now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
         ended = folder.store.get_meta().get("finished_at")
         if now != point.there or ended != point.facts.get("finished_at"):
@@ -214,7 +214,7 @@ def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
 
 
 def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
-    """Copy the weights that a run starts from into its folder, so that it depends on no other folder, and note them in its config."""
+    """Copy the initial weights into the run's folder, which then depends on no other folder, and change their path in its config."""
     start_file = folder.path / START
     building = atomic_files.building_path(start_file)
     shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
@@ -225,7 +225,7 @@ def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
 
 
 def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption) -> None:
-    """Take weights, optimiser, position and record back to the checkpoint; later steps are drawn again from their seeds."""
+    """Restore weights, optimiser, position and record to the checkpoint. Later steps are drawn again from their seeds."""
     checkpoint = resumption.point.checkpoint
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
@@ -254,7 +254,7 @@ def _warnings(
     keys: Mapping[str, Change],
     layout: Mapping[str, Change],
 ) -> Iterator[str]:
-    """Describe the changes after which results agree only up to rounding, in the config and in the layout."""
+    """Warnings about changes of config and layout after which results agree only up to rounding, and about changed code of the task."""
     names = {_leaf(key): key for key in keys}
     facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
     others = {

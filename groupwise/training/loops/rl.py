@@ -1,14 +1,14 @@
-"""THE LOOP: draw examples, sample groups, score them, give credit, make rows, update, publish, record.
+"""The reinforcement-learning loop: draw examples, sample groups, score them, compute advantages, update, publish, record.
 
     for each step:
-        groups = schedule.next      examples drawn by their order, sampled and scored, all groups at once
-        take_step(groups)           weights → rows → updates → publish → record → now and then a checkpoint
+        groups = schedule.next      draw examples in their order, sample and score all groups concurrently
+        take_step(groups)           weights → rows → updates → publish → record → at intervals a checkpoint
 
-The runner here calls both; a caller that has groups from elsewhere calls `take_step` alone. Every completion names the version and
-fingerprint of the weights that drew it, and the loop stops if they are others than the schedule says.
+`train` calls both. If you already have scored groups, call `take_step` directly. Every completion contains the version and fingerprint of
+the weights that drew it, and the loop stops if these are not the ones that the schedule prescribes.
 
-Which examples a draw gets, and every random number, follow from the config's seed and the number of the draw, so the whole state of
-a run is its weights, the optimiser's, and where it stands (`Run.position`).
+The examples of a draw and all random numbers follow from the config's seed and the number of the draw. So the complete state of a run is
+its weights, the optimiser's state and its position (`Run.position`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from groupwise.training.loops.schedules import make_schedule
 from groupwise.training.loops.training import save_checkpoint
 
 WARNED_AFTER = 5
-"""Steps after which a run says what keeps its reward from rising."""
+"""Number of steps after which a run warns if its metrics suggest that the reward cannot rise."""
 WARNED_ABOUT = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
-"""Metrics of what may keep a reward from rising: groups without signal, nothing right, rollouts without a reward, a policy without
-choice."""
+"""Metrics that may show why a reward does not rise: groups without signal, no correct answers, rollouts without a reward, low entropy."""
 
 
 async def train(run: TaskRun) -> None:
-    """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
+    """Take all remaining steps. Raises `Interrupted` when asked to end, and `RunError` if the run cannot continue."""
     run.schedule = make_schedule(run)
     try:
         while await evaluate_and_continue(run):
@@ -57,7 +56,7 @@ async def train(run: TaskRun) -> None:
 
 
 def warn_early(run: TaskRun) -> None:
-    """Say what keeps the reward from rising, so that users do not wait for the end of a run whose reward cannot rise."""
+    """Warn of anything that keeps the reward from rising, so that users need not wait for the end of a futile run."""
     for each in advice_on(run.folder.store):
         if each["metric"] in WARNED_ABOUT:
             run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
@@ -72,7 +71,7 @@ async def evaluate_and_continue(run: TaskRun) -> bool:
 async def take_step(
     run: Run, batch: StepBatch, started: float, rate: float | None = None
 ) -> Mapping[str, float]:
-    """Learn from scored groups, publish, and commit the step with its record as one unit. Returns the step's metrics.
+    """Learn from scored groups, publish the weights, and commit the step with its record atomically. Returns the step's metrics.
 
     `rate` is the learning rate; None: that of the run's schedule at this step.
     """
@@ -94,6 +93,6 @@ async def take_step(
 
 
 async def publish(run: Run, version: int) -> None:
-    """Hand the learner's weights to the sampler."""
+    """Publish the learner's weights and load them into the sampler."""
     run.policy = await run.learner.publish(version)
     await serve(run, run.policy)

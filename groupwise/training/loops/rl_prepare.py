@@ -56,7 +56,7 @@ from groupwise.training.placement import Layout
 
 EASY_POOL = "data.easy_pool"
 EASY_SOURCE = "EASY_DATASET_NAME"
-"""The environment variable that names the source of the easy pool if the config does not."""
+"""The environment variable that names the source of the easy pool if the config names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class RlPrepared(Prepared):
     order: Order
     """The order in which examples are drawn."""
     easy: PromptSet | None
-    """The prompts of the easy pool."""
+    """The prompts of the easy pool; None without one."""
     held_out_prompts: PromptSet | None
     rubric: Rubric | None
 
@@ -77,10 +77,10 @@ class RlPrepared(Prepared):
 
 
 def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None) -> RlPrepared:
-    """Check task and data against the config; tokenise all prompts.
+    """Check task and data against the config, and tokenise all prompts.
 
-    `rows_read`: for a resumed run, the number of rows of an endless stream that it began with: it keeps the same examples, even if its
-    number of steps changed.
+    `rows_read` is given for a resumed run: the number of rows that it read of a stream without a length. So the run keeps the same
+    examples even if its number of steps has changed.
     """
     found = rollout_builder.task_of(loaded.config, task)
     require(found, "rl")
@@ -90,7 +90,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     build.check_model(settings)
     evaluates = _evaluates(settings, found)
     given = view(settings)
-    steps = settings.training.max_steps  # None: epochs decide, which need a stream with an end
+    # None if the number of epochs decides, which requires a stream with an end.
+    steps = settings.training.max_steps
     rows_read = rows_read or (steps and steps * settings.training.prompts_per_step)
     examples = found.rl_examples(given, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
@@ -145,7 +146,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
 
 
 def _evaluates(config: RunConfig, task: Task) -> bool:
-    """True if the run evaluates held-out prompts. Raises TaskError if steps between evaluations are set, but there are no prompts."""
+    """True if the run evaluates held-out prompts. Raises TaskError if `eval.eval_steps` is set but the task has no such prompts."""
     if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
         raise TaskError(
             f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
@@ -164,7 +165,7 @@ def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
 
 
 def _max_steps(config: RunConfig, examples: int) -> int:
-    """The configured number of steps, or that of the configured epochs."""
+    """The configured number of steps, or the number that the configured epochs need."""
     training = config.training
     if training.max_steps is not None:
         return training.max_steps
@@ -193,7 +194,7 @@ def _facts(
 
 
 def warnings_of(prepared: RlPrepared) -> list[str]:
-    """Warnings about prompts and rewards before the run."""
+    """Warnings about prompts, rewards and this machine, before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
     empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
     overlap = None
@@ -217,10 +218,10 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
 
 
 def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[Example]:
-    """The examples of `data.easy_pool`; none where there is no such pool. What is left out is in the task's accounts.
+    """The examples of `data.easy_pool`; empty without such a pool. Rows that are left out are counted in the task's accounts.
 
-    They have the label EASY where the router gives it rewards. Where the config names the data, their prompts are made ready as those
-    are, and rows that the rewards cannot score are left out; beside a task they stay as they are written.
+    The examples have the label EASY if the router has rewards for it. If the config names the data, their prompts are prepared in the same
+    way as the data's, and rows that the rewards cannot score are left out. With a task, rows are used as they are.
     """
     pool, data = config.data.easy_pool, config.data
     if pool is None:
@@ -246,7 +247,7 @@ def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[
 
 
 def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None:
-    """Refuse a warm-up that cannot end, and examples that the buffer cannot tell apart."""
+    """Raise ConfigError for a warm-up of the replay buffer that cannot end, and for examples that the buffer cannot tell apart."""
     replay = config.data.replay
     if replay is None:
         return
@@ -267,8 +268,8 @@ def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None
 def _check_success_parts(
     config: RunConfig, task: Task, rubric: Rubric | None, callbacks: Sequence[Named]
 ) -> None:
-    """Refuse a part that the reward does not have: nothing would ever count as solved."""
-    if task.has("get_environment"):  # whose parts are known when it gives them
+    """Raise an error for a success part that the reward does not have: nothing would ever count as solved."""
+    if task.has("get_environment"):  # an environment's parts are only known once it returns them
         return
     caches = [each for _, each in callbacks if isinstance(each, SuccessCache)]
     parts = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
@@ -277,7 +278,7 @@ def _check_success_parts(
 
 
 def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
-    """Parameters and memory of a run in this layout."""
+    """Estimate parameters and memory of a run in this layout."""
     members = config.training.num_generations
     rows = -(-config.training.prompts_per_step * members // layout.learning)
     longest = rollout_builder.longest_completion(config)
@@ -300,7 +301,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
 
 
 def _decoding(config: RunConfig, layout: Layout) -> Decoding:
-    """The work that a process decodes at once: members of a group share their prompt, until each goes on from its own text."""
+    """The sizes of the batch that a process decodes. Members of a group share their prompt's cache, unless each continues its own text."""
     rollout = config.rollout
     first = last = rollout_builder.longest_completion(config)
     prompts = -(-layout.slots // config.training.num_generations)
@@ -321,13 +322,13 @@ def _decoding(config: RunConfig, layout: Layout) -> Decoding:
 def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The plan of a run: the resolved config, sizes, and the first prompt as the model would see it.
 
-    `warnings` are shown with its own.
+    `warnings` are added to the plan's own.
     """
     config, held_out_set = prepared.config, prepared.held_out_prompts
     rows = config.training.prompts_per_step * config.training.num_generations
     examples = prepared.prompts.examples
     example = examples[prepared.order.example(0)]
-    # Important settings that the config leaves at their defaults, and how these differ from TRL's.
+    # Important settings that the config leaves at their defaults, with the difference from TRL's defaults.
     algorithm: Mapping[str, Any] = prepared.loaded.tree.value(("algorithm",)) or {}
     lora = config.lora
     remarks: list[str] = []
@@ -356,7 +357,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     (first_prompt,) = run_to_end(  # tools and environments add to it
         rollout_builder.first_prompts(config, prepared.task, prepared.tokenizer, [example], room)
     )
-    # The signals of reward hacking may know no part that says what is solved, as far as the parts are known by now.
+    # Warn if no known reward part shows what is solved, because the signals of reward hacking need such a part.
     signals, rubric = config.signals, prepared.rubric
     text = nobody_tells(signals, rubric.names) if signals and rubric else None
     signals_note = {"signals": text} if text else {}

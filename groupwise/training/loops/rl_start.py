@@ -1,8 +1,8 @@
-"""The command `groupwise rl`, from what a user gives to how the run ended.
+"""The command `groupwise rl`, from the user's config to the outcome of the run.
 
-Everything that can be wrong with config, task, data or checkpoint is found before the model is loaded. Then the parts are built, a
-resumed run is taken back to its last checkpoint, and the loop in `groupwise.training.loops.rl` takes over. However that ends (done, Ctrl-C,
-an error), the folder says so, and what is finished is kept.
+Errors in config, task, data or checkpoint are found before the model is loaded. Then the parts are built, a resumed run is restored to
+its last checkpoint, and the loop in `groupwise.training.loops.rl` runs. For every outcome (finished, Ctrl-C, an error), the folder
+records the state of the run, and finished work is kept.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ AFTER = "after"
 
 @dataclass(frozen=True, slots=True)
 class RlResult(TrainingResult):
-    """The result of the command, with held-out results before and after the training if there are any."""
+    """The result of the command, with the held-out results before and after training, if any."""
 
     before: EvalResult | None = field(default=None, repr=False)
     after: EvalResult | None = field(default=None, repr=False)
@@ -103,10 +103,10 @@ def rl(
 ) -> RlResult:
     """Train on a task with reinforcement learning: the command `groupwise rl`.
 
-    Without a task, the config says where the rows are and what scores them. `resume` goes on with the newest unfinished run of the
-    config's name, `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
-    starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
-    run failed on its way. A config with `warm_up` has a supervised run made first, unless there is one or `init_from` is given.
+    Without a task, the config names the rows and the rewards. `resume` continues the newest unfinished run of the config's name;
+    `resume_from` (`RUN@STEP`) continues that run from that checkpoint; `init_from` starts a new run from the weights of a run or adapter
+    folder. Raises `UsageError` for wrong arguments and `RunError` if the run fails. If the config has `warm_up`, a supervised run is made
+    first, unless a matching one exists or `init_from` is given.
     """
     ways = StartMode(resume, resume_from, init_from)
     given = load_config(config, overrides, to_train=True)
@@ -120,7 +120,7 @@ def rl(
 
     if given.config.warm_up is None or not needs_warm_up(given, ways):
         return run_with_auto_resume(begin, ways, given)
-    if not dry_run:  # mistakes in the second stage are reported before the first one
+    if not dry_run:  # report mistakes in the second stage before the first one runs
         with build.expected_ranks(given.config):
             _rl(find_start(given, StartMode(), KIND), task, WarmedUp(), dry_run=True, here=True)
     warmed = warm_up(given, task, dry_run=dry_run)
@@ -131,7 +131,7 @@ def rl(
     result = run_with_auto_resume(
         partial(begin, warmed=warmed), StartMode(init_from=warmed.run), given
     )
-    if not dry_run:  # the run's own summary has it
+    if not dry_run:  # the run's own summary contains the warm-up
         return result
     return replace(result, summary={"warm_up": warmed.summary, **result.summary})
 
@@ -139,7 +139,7 @@ def rl(
 def _rl(
     start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool, here: bool
 ) -> RlResult:
-    """`here`: the run is to be on this machine, which has to have what its rewards need."""
+    """Prepare a run and train it. `here` is True if the run will be on this machine, so that its rewards' needs are checked here."""
     prepared = prepare_rl(start.loaded, task, start.rows_read)
     if here and prepared.rubric is not None:
         prepared.rubric.check_machine()
@@ -155,7 +155,7 @@ def _rl(
     }
     with opened(prepared, start, KIND, noted) as (folder, ready):
         if warmed.untrained is not None:
-            # How the model answered before any training; noted before the first step.
+            # The evaluation of the untrained model, recorded before the first step.
             found, questions = warmed.untrained, ready.facts[ASKED]
             folder.store.add_evaluation(
                 EvaluationRecord(0, UNTRAINED, found.policy, found.metrics, found.rows, questions)
@@ -179,7 +179,7 @@ async def run_in(
     starting = asyncio.gather(scorer.start(), rollouts.start())
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
-            await asyncio.sleep(0)  # the workers start while the model is loaded
+            await asyncio.sleep(0)  # lets the workers start while the model is loaded
             starts = build.start_training(
                 prepared.config, prepared.layout, folder.name, publications
             )
@@ -222,7 +222,7 @@ def assemble(
     interruption: Interruption,
     publications: Path,
 ) -> TaskRun:
-    """The run at its first step."""
+    """The run before its first step."""
     config = prepared.config
     nothing_yet = Policy(folder.name, 0, "", "adapter", "")
     return TaskRun(
@@ -263,7 +263,7 @@ def assemble(
 
 
 def selection_of(prepared: RlPrepared) -> Selection:
-    """The selection that chooses the run's examples, at its beginning."""
+    """The selection that chooses the run's examples, in its initial state."""
     config = prepared.config
     sizes = Sizes(
         order=prepared.order,
@@ -303,7 +303,7 @@ def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
 
 
 async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResult:
-    """Evaluate, take all steps, evaluate again; an interruption keeps every whole step."""
+    """Evaluate, take all steps, evaluate again. An interruption keeps all completed steps."""
     try:
         await run.callbacks.begin(run)
         untrained = recorded_evaluation(run, UNTRAINED, 0)
@@ -315,7 +315,7 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
         await run.callbacks.saved()
 
         def fill(folder: Path) -> None:
-            """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
+            """Copy the published weights and the tokenizer, in the format of transformers, peft and vLLM."""
             shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
             run.tokenizer.save_pretrained(folder)
 
@@ -324,7 +324,7 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
     except Interrupted as interrupted:
         return await stopped(run, prepared, started, interrupted)
     except BaseException as error:
-        with suppress(StoreError):  # must not hide what happened
+        with suppress(StoreError):  # a failure here must not hide the original error
             run.folder.store.keep_unfinished(run.drawn.values())
         await failed(run, error)
         raise
@@ -335,7 +335,7 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
 
 
 async def stopped(run: TaskRun, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:
-    """Leave an interrupted run with its scored groups and a checkpoint of the last whole step."""
+    """Save an interrupted run: its scored groups, and a checkpoint of the last completed step."""
     run.folder.store.keep_unfinished(run.drawn.values())
     if run.step > 0:
         save_checkpoint(run)
@@ -352,7 +352,7 @@ def _summarise(
     before: EvalResult | None = None,
     after: EvalResult | None = None,
 ) -> dict[str, Any]:
-    """Summarise the run in a few lines."""
+    """Summarise the run in a few entries."""
     warmed_up = run.folder.store.get_meta().get(WARM_UP_SUMMARY)
     summary = {**({"warm_up": warmed_up} if warmed_up else {}), **summarise(run, prepared, started)}
     first, last = first_and_last(run, METRIC)
@@ -367,9 +367,9 @@ def _summarise(
 async def held_out_result(
     run: TaskRun, name: str, step: int, prepared: RlPrepared
 ) -> EvalResult | None:
-    """The evaluation after `step` steps: from the record, or made now; None if the run is past that step.
+    """The evaluation after `step` steps, from the record or made now; None if the run is past that step.
 
-    A recorded one counts only if the prompts and the way of answering them are the same now.
+    A recorded evaluation is used only if the prompts and the sampling options of evaluations are unchanged.
     """
     if not run.config.eval.before_and_after or run.held_out is None:
         return None

@@ -1,6 +1,6 @@
-"""A run of reinforcement learning while it goes on: what `Training` has, and sampler, rewards and prompts.
+"""The state of a reinforcement-learning run: `Training` with sampler, rewards and prompts.
 
-`Learning` is the half of it that turns scored groups into updates, wherever they come from: all that a replay needs.
+`Learning` is the part that turns scored groups of any origin into updates; a replay needs no more.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from groupwise.training.loops.training import Training
 logger = logging.getLogger(__name__)
 
 SELECTION = "selection.json"
-"""File of a checkpoint that holds what is chosen and known of the data."""
+"""File of a checkpoint with the state of the data's selection."""
 POLICIES = "policies"
-"""Folder of a checkpoint that holds the policies which drew the groups of the next steps."""
+"""Folder of a checkpoint with the policies that drew the groups of the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class StepBatch:
     """The groups of a step."""
 
     groups: Sequence[Group]
-    """The groups that teach, in the order of training."""
+    """The groups to train on, in order."""
     rejected: Sequence[Group] = ()
-    """The groups that the algorithm replaced by others; they stay in record and metrics."""
+    """Groups that the algorithm replaced by others; they are recorded and counted in metrics, but not trained on."""
     sampling: float = 0.0
-    """Seconds until the last token was sampled."""
+    """Seconds from the request of the first group until the last token was sampled."""
     scoring: float = 0.0
     """Seconds from then until the last group was scored."""
     sampled_tokens: int = 0
@@ -55,32 +55,32 @@ class StepBatch:
 
 
 class Schedule(Protocol):
-    """Says which policy draws which groups, and when; see `groupwise.training.loops.schedules`."""
+    """Decides which policy draws which groups, and when; see `groupwise.training.loops.schedules`."""
 
     async def next(self) -> StepBatch:
-        """The groups of the step that is due."""
+        """The groups of the next step."""
         ...
 
     async def settle(self) -> None:
-        """Return when no completion is on its way, so that the sampler can be given other weights."""
+        """Wait until no completion is being sampled, so that the sampler can load other weights."""
         ...
 
     def committed(self, batch: StepBatch) -> None:
-        """The step that is due was committed, with these groups."""
+        """Called after the step with these groups was committed."""
         ...
 
     async def close(self) -> None:
-        """Give up what is on its way."""
+        """Cancel the groups in progress."""
         ...
 
     @property
     def outstanding(self) -> Sequence[int]:
-        """Draws before `next_draw` that no step has had yet."""
+        """Draws before `next_draw` that belong to no committed step."""
         ...
 
     @property
     def next_draw(self) -> int:
-        """The first draw not yet requested, apart from the outstanding ones."""
+        """The first draw that was not requested yet, apart from the outstanding ones."""
         ...
 
 
@@ -93,11 +93,11 @@ class Learning(Training):
 
     @property
     def longest_completion(self) -> int:
-        """Most tokens that the policy may write in one rollout."""
+        """Largest number of tokens that the policy may write in one rollout."""
         return rollout_builder.longest_written(self.config)
 
     def adapt(self, metrics: Mapping[str, float]) -> None:
-        """Make ready for the next step, given the metrics of the one that was done."""
+        """Adapt the algorithm for the next step to the metrics of the last one: its KL coefficient, if it is adaptive."""
         if "kl" in metrics:
             scored = int(metrics["rollouts/scored"])
             self.algorithm = self.algorithm.adapted(metrics["kl"], scored)
@@ -116,52 +116,52 @@ class Learning(Training):
 
 @dataclass(slots=True, kw_only=True)
 class Run(Learning):
-    """A run that takes steps with scored groups, wherever they come from: all that `take_step` needs."""
+    """A run that takes steps with scored groups of any origin; this is all that `take_step` needs."""
 
     sampler: Sampler
     signals: Signals | None
-    """None: the config does not want to be warned."""
+    """Detects reward hacking; None if the config has disabled it."""
     serving: Policy
-    """The one that the sampler has."""
+    """The policy that the sampler has loaded."""
     publications: Path
-    """Folder for the learner's publications, and for policies that a checkpoint kept."""
+    """Folder for the learner's publications and for the policies that were restored from a checkpoint."""
     earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
-    """The policies after the last steps, by step: as many as `kept_policies` says."""
+    """The policies after the last steps, by step; `kept_policies` of them are kept."""
     unscored: list[str] = field(default_factory=list[str])
-    """Why rollouts failed, of the steps in a row that had no scored group."""
+    """Reasons why rollouts failed in the last step, if it had no scored group; otherwise empty."""
     unscored_steps: int = 0
     unrewarded: bool = False
-    """True if environments give the rewards, and none has given any yet or was warned of it."""
+    """True if environments give the rewards and none has given any so far; False again once that was warned of."""
     gap_seen: bool = False
-    """True once a wide gap between sampler and learner was warned of."""
+    """True once a large difference between the sampler's and the learner's log-probabilities was warned of."""
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])
-    """Groups that are sampled and scored, and belong to no committed step."""
+    """Groups that are sampled and scored but belong to no committed step."""
 
     @property
     def kept_policies(self) -> int:
-        """How many policies before the newest one are kept, because they drew groups of the next steps."""
+        """Number of policies before the newest that are kept, because groups of the next steps are drawn by them."""
         return 0
 
     @property
     def unscored_limit(self) -> int | None:
-        """Steps in a row without a scored group that stop the run; None: no number does."""
+        """Number of steps in a row without a scored group after which the run fails; None: no limit."""
         return self.config.rewards.max_unscored_steps
 
     async def settle(self) -> None:
-        """Return when no completion is on its way, so that the sampler can be given other weights."""
+        """Wait until no completion is being sampled, so that the sampler can load other weights."""
 
     def committed(self, batch: StepBatch) -> None:
-        """The step that is due was committed, with these groups."""
+        """Called after the step with these groups was committed."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """See what came of the groups of a step, before it is committed."""
+        """Update the selection of data with the groups of a step, before it is committed."""
 
     def data_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """How the examples of a step were chosen."""
+        """Metrics about how the examples of a step were chosen."""
         return {}
 
     def warn(self, warning: WarningRecord) -> None:
-        """Tell of a signal that begins or ends."""
+        """Log a signal that starts or ends."""
         where = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
         logger.warning(
             "after %d steps: signal %s: %s%s",
@@ -187,17 +187,17 @@ class Run(Learning):
         """See `Training.take_position`."""
         super(Run, self).take_position(position)
         self.unscored_steps = position["unscored_steps"]
-        known = position.get("signals")  # earlier versions did not watch
+        known = position.get("signals")  # earlier versions did not record signals
         if self.signals is not None and known is not None:
             self.signals.load_state(known)
 
     def save_more(self, folder: Path) -> None:
-        """The policies that drew, or are drawing, the groups of the next steps."""
+        """Save the policies that draw the groups of the next steps."""
         for step, policy in self.earlier.items():
             shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """See `Training.load_more`. The files of policies are copied, because checkpoints go."""
+        """See `Training.load_more`. The files of policies are copied, because the checkpoint may be deleted."""
         for name, facts in position["earlier"].items():
             saved = self.publications / f"after-step-{name}"
             shutil.copytree(folder / POLICIES / f"step-{name}", saved)
@@ -206,22 +206,22 @@ class Run(Learning):
 
 @dataclass(slots=True, kw_only=True)
 class TaskRun(Run):
-    """A run that draws its own groups, from the examples of a task."""
+    """A run that draws its own groups from the examples of a task."""
 
     rollouts: RolloutKind
     scorer: Scorer
     params: SamplingParams
     prompts: PromptSet
     easy: PromptSet | None
-    """The prompts of the easy pool."""
+    """The prompts of the easy pool; None without one."""
     selection: Selection
     held_out: HeldOut | None
     schedule: Schedule | None = None
     """None before the first step."""
     next_draw: int = 0
-    """The first draw that no step has had, where groups are trained in the order of their draws."""
+    """The first draw that belongs to no step yet, in schedules that train groups in the order of their draws."""
     outstanding: tuple[int, ...] = ()
-    """Draws that were asked for before the checkpoint and belong to no step yet."""
+    """Draws that were requested before the checkpoint and belong to no step yet."""
 
     @property
     def kept_policies(self) -> int:
@@ -252,13 +252,13 @@ class TaskRun(Run):
         self.selection.keep(draws)
 
     def pool(self, name: Pool) -> PromptSet:
-        """The examples that a choice is of."""
+        """The prompts of the pool with this name."""
         pool = self.prompts if name == "main" else self.easy
         assert pool is not None, "what is drawn from the easy pool was chosen because there is one"
         return pool
 
     def params_at(self, step: int) -> SamplingParams:
-        """How the completions of a step are drawn."""
+        """The sampling parameters of a step."""
         return replace(self.params, temperature=self.config.sampler.temperature_at(step))
 
     def epoch(self) -> float:
@@ -267,7 +267,7 @@ class TaskRun(Run):
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that a pass over the rows takes, where each has its turn."""
+        """Number of steps in one pass over the data; see `Selection.turns_in_an_epoch`."""
         return self.selection.turns_in_an_epoch / self.config.training.prompts_per_step
 
     def position(self) -> dict[str, Any]:
@@ -286,13 +286,13 @@ class TaskRun(Run):
         self.outstanding = tuple(position["outstanding"])
 
     def save_more(self, folder: Path) -> None:
-        """Save the state of the data's selection, beside what every run keeps."""
+        """Save the state of the data's selection, in addition to the files of every run."""
         super(TaskRun, self).save_more(folder)
         (folder / SELECTION).write_text(json.dumps(self.selection.state()))
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
         """See `Training.load_more`."""
-        kept = folder / SELECTION  # earlier versions drew the examples in their order, and had none
+        kept = folder / SELECTION  # earlier versions drew in order and had no such file
         in_order = {"cursor": position["next_draw"]}
         self.selection.load_state(json.loads(kept.read_bytes()) if kept.exists() else in_order)
         super(TaskRun, self).load_more(folder, position)

@@ -1,15 +1,15 @@
 """Decides which policy draws which groups, and when.
 
-`FixedLag`, with a lag of s: the groups of step n are drawn by the policy after max(0, n − s) steps. Lag 0 is the synchronous loop.
-With a lag of 1, the groups of the next step are sampled while this one is learned. Order and policies follow from the numbers
-alone, so a resumed run repeats what the uninterrupted one did, bit for bit: it draws the groups that were under way again, by
-the policies that had drawn them, which the checkpoint holds.
+`FixedLag` with a lag of s: the groups of step n are drawn by the policy after max(0, n − s) steps. Lag 0 is the synchronous loop. With a
+lag of 1, the groups of the next step are sampled while this step is trained. Order and policies depend only on these numbers, so a
+resumed run repeats the uninterrupted one bit for bit: it draws the groups in progress again, by the same policies, which the
+checkpoint holds.
 
-`Free`: each step takes the groups that are finished first, so that one whose rewards take long delays no other. A group is
-trained at most s steps after it was sampled: the step that reaches this limit waits for it, and nothing is thrown away.
-The order is recorded; another run may have another one.
+`Free`: each step takes the groups that finish first, so a group with slow rewards does not delay the others. A group is trained at most s
+steps after it was sampled: the step that reaches this limit waits for it, and no group is discarded. The order is recorded, but
+another run of the same config may have another order.
 
-Both give the sampler new weights only when no completion is on its way: each completion has one policy.
+Both load new weights into the sampler only while no completion is being sampled: each completion has one policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from groupwise.training.loops.run import Schedule, StepBatch, TaskRun
 
 
 def make_schedule(run: TaskRun) -> Schedule:
-    """The schedule that the config names, from the step where the run stands."""
+    """The schedule that the config names, for the run's current step."""
     return FixedLag(run) if run.config.training.schedule == "fixed_lag" else Free(run)
 
 
@@ -42,7 +42,7 @@ class FixedLag:
         self._steps: dict[int, asyncio.Task[StepBatch]] = {}
         self._sampling: dict[int, asyncio.Event] = {}
         self._ends = {run.step - 1: run.next_draw}
-        """The first draw after those of a step."""
+        """For each step, the first draw after those of that step."""
         self._caught_up = False
 
     @property
@@ -75,7 +75,7 @@ class FixedLag:
         self._steps.clear()
 
     async def _catch_up(self) -> None:
-        """Draw again what was under way when the checkpoint was made, by the policies that had drawn it."""
+        """Draw again the groups that were in progress when the checkpoint was written, by the same policies as then."""
         run = self._run
         for step in range(run.step, min(run.step + self._lag, run.max_steps)):
             await self._serve(run.earlier.get(max(0, step - self._lag), run.policy))
@@ -98,7 +98,7 @@ class FixedLag:
         self._steps[step] = asyncio.create_task(self._draw(step, before))
 
     async def _draw(self, step: int, before: asyncio.Task[StepBatch] | None) -> StepBatch:
-        """The groups of a step; with dynamic sampling, after those before it, so that its first draw is known."""
+        """The groups of a step. With dynamic sampling, wait for the step before, because the first draw depends on it."""
         try:
             if before is not None and self._run.algorithm.resample_rounds:
                 await asyncio.wait((before,))
@@ -107,7 +107,7 @@ class FixedLag:
             self._sampling.pop(step).set()
 
     async def _rounds(self, step: int) -> StepBatch:
-        """Draw as many groups as are missing, until all are accepted or the algorithm's rounds are over."""
+        """Draw the missing groups, in rounds, until enough are accepted or the algorithm allows no further round."""
         size = self._run.config.training.prompts_per_step
         left = self._run.algorithm.resample_rounds
         timer = _Timer()
@@ -141,17 +141,17 @@ class FixedLag:
 
 
 def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> StepBatch:
-    """Fill a step that has too few accepted groups with rejected ones: without signal, but part of its denominators."""
+    """Fill a step that has too few accepted groups with rejected ones. They carry no signal but count in the loss's denominators."""
     missing = size - len(accepted)
     return StepBatch((*accepted, *rejected[:missing]), tuple(rejected[missing:]))
 
 
 @dataclass(eq=False, slots=True)
 class _UnderWay:
-    """One group of the free schedule that is not trained yet."""
+    """A group of the free schedule that is not trained yet."""
 
     since: int
-    """Steps done when it was sampled."""
+    """Number of steps done when it was requested."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     group: Group | None = None
@@ -159,7 +159,7 @@ class _UnderWay:
 
 
 class Free:
-    """Each step takes the groups that are finished first; none is more than `lag` steps old."""
+    """Each step takes the groups that finish first; none is more than `lag` steps old."""
 
     def __init__(self, run: TaskRun) -> None:
         self._run = run
@@ -168,12 +168,12 @@ class Free:
         self._again = list(run.outstanding)
         self._size = run.config.training.prompts_per_step
         self._planned: set[int] = set()
-        """Blocks, of as many draws as a step has, in which draws were chosen."""
+        """Blocks whose draws were chosen; a block has as many draws as a step has prompts."""
         self._under_way: dict[int, _UnderWay] = {}
         self._finished: list[int] = []
-        """Draws in the order in which they were finished."""
+        """Draws in the order in which they finished."""
         self._taken: tuple[int, list[int]] = (-1, [])
-        """The step that is under way, and its draws."""
+        """The current step and its draws."""
         self._timer = _Timer()
 
     @property
@@ -205,7 +205,7 @@ class Free:
             chosen = self._choose(size)
             if chosen is not None:
                 return self._timer.note(StepBatch([self._take(draw) for draw in chosen], rejected))
-            # Wait for another finished group; `result` raises what went wrong with it.
+            # Wait for another group to finish; `result` raises the error if it failed.
             tasks = [each.task for each in self._under_way.values() if each.task and not each.group]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -215,7 +215,7 @@ class Free:
         await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
 
     def committed(self, batch: StepBatch) -> None:
-        """Blocks of draws are over when none of them is under way any more, or still to be asked for."""
+        """Tell the selection which blocks are complete: all their draws belong to committed steps."""
         draws = {group.draw for group in batch.all}
         first = min([d for d in self.outstanding if d not in draws], default=self._next)
         for block in [b for b in self._planned if b < first // self._size]:
@@ -226,7 +226,7 @@ class Free:
         await _cancel(each.task for each in self._under_way.values() if each.task)
 
     def _choose(self, size: int) -> list[int] | None:
-        """Choose the groups that the step trains; as long as others may still come, not more replayed groups than their share."""
+        """The draws that the step trains, or None. While others are in progress, replayed groups are limited to their configured share."""
         groups = {draw: each.group for draw, each in self._under_way.items()}
         since = {draw: each.since for draw, each in self._under_way.items()}
         replayed = {d for d, group in groups.items() if group and group.origin == "replay"}
@@ -270,11 +270,11 @@ def choose(
     replayed: AbstractSet[int] = frozenset(),
     most: int | None = None,
 ) -> list[int] | None:
-    """Choose the `size` finished groups that step `step` trains, the first ones if possible; None: wait for more.
+    """Choose the `size` finished groups that step `step` trains, the earliest if possible; None: wait for more.
 
-    `since` has the step of each group that is finished or under way. After this step, those sampled by step t must fit into the
-    steps up to t + lag; as many of them as do not fit are taken first. Of the others no more are taken of those in `replayed` than
-    make `most`.
+    `since` maps each draw, finished or in progress, to the step at which it was sampled. After this step, the groups sampled at step t or
+    earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most `most` chosen
+    groups may be in `replayed`.
     """
     counts = Counter(since.values())
     chosen: list[int] = []
@@ -294,7 +294,7 @@ def choose(
 
 
 class _Timer:
-    """Times at which the first group was requested, the last one sampled, the last one scored."""
+    """Measures when the first group was requested, the last one sampled and the last one scored."""
 
     def __init__(self) -> None:
         self._begun = self._sampled = self._scored = time.perf_counter()
@@ -333,7 +333,7 @@ async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group
 
 
 async def _settle(schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]) -> None:
-    """Wait until all is sampled. A run that is asked to end does not wait: the next resume draws again what is given up."""
+    """Wait until all is sampled. A run that is asked to end cancels its groups instead; the resume draws them again."""
     try:
         await run.interruption.allow(_all_set(sampling))
     except Interrupted:

@@ -1,13 +1,13 @@
-"""The loop of supervised fine-tuning: the same learner, taught by given answers instead of rewards.
+"""The loop of supervised fine-tuning: the learner of `groupwise rl`, trained on given answers instead of rewards.
 
     for each step:
-        take_step       examples drawn by their order → rows → update → record
-        evaluate        now and then the loss on held-out rows, which knows the best step and when to stop
-        save            now and then a checkpoint; the best one is never pruned
+        take_step       draw examples in their order → rows → update → record
+        evaluate        at intervals, the loss on held-out rows; it decides the best step and early stopping
+        save            at intervals, a checkpoint; the best one is never pruned
 
-The loss of a step is the mean over all its trained tokens, however they are spread over rows. Nothing is sampled, so nothing is
-published on the way: the policies of a supervised run are its checkpoints. Its whole state is weights, optimiser, the count of steps,
-and what the evaluations said (`SftRun.position`).
+The loss of a step is the mean over all its trained tokens, in whichever rows they are. Nothing is sampled, so nothing is published
+during the run: the policies of a supervised run are its checkpoints. Its complete state is the weights, the optimiser's state, the
+number of steps and the results of evaluations (`SftRun.position`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from groupwise.training.sft_config import SftConfig, bounds_of, holds
 logger = logging.getLogger(__name__)
 
 PRINTED = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
-"""The metrics of an evaluation that are printed while the run goes on."""
+"""The metrics of an evaluation that are printed during the run."""
 EVALUATED_AT_ONCE = 64
-"""Held-out rows between two moments at which an evaluation can be interrupted."""
+"""Number of held-out rows per batch of an evaluation, which can be interrupted between batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The lowest held-out loss so far, and after which step."""
+    """The lowest held-out loss so far, and its step."""
 
     step: int
     loss: float
@@ -54,31 +54,31 @@ class Best:
 
 @dataclass(slots=True, kw_only=True)
 class SftRun(Training):
-    """A supervised run under way."""
+    """A running supervised training."""
 
     config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     lessons: LessonSet
     order: Order
     """The order in which examples are drawn."""
     max_draws: int | None
-    """Examples drawn in all steps together; None where the steps say how long."""
+    """Number of examples drawn in all steps together; None if the length is given in steps."""
     held_out: LessonSet | None
     eval_steps: int
     next_draw: int = 0
-    """The first draw that no step has had."""
+    """The first draw that belongs to no step yet."""
     best: Best | None = None
     to_beat: float | None = None
-    """The loss that patience looks at: the last one that was lower by more than the threshold."""
+    """The loss that early stopping compares with: the last one that was lower by more than the threshold."""
     not_better: int = 0
-    """Evaluations in a row since then."""
+    """Number of evaluations in a row since then."""
     evaluated_step: int | None = None
-    """After which step the last evaluation was."""
+    """Number of steps done at the last evaluation."""
     completions: Completions | None = None
-    """Draws what the policy writes by itself, where that is evaluated, too."""
+    """Draws and measures the policy's own completions; None if evaluations use only the given answers."""
     reached: str | None = None
-    """The condition of `training.stop_when` that holds."""
+    """The condition of `training.stop_when` that was met; None if none was."""
     measured: Mapping[str, float] | None = None
-    """The metrics that `training.stop_when` names, as the last evaluation found them."""
+    """The metrics named by `training.stop_when`, as of the last evaluation."""
 
     @property
     def gave_up(self) -> bool:
@@ -114,7 +114,7 @@ class SftRun(Training):
         self.next_draw = position["next_draw"]
         if (
             self.max_draws is not None
-        ):  # the last step of the epochs that were wanted before may have been a small one
+        ):  # the last step of the epochs configured before may have been smaller
             size = self.config.training.examples_per_step
             self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
         self.to_beat = position["to_beat"]
@@ -125,7 +125,7 @@ class SftRun(Training):
 
 
 async def train(run: SftRun) -> None:
-    """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
+    """Take all remaining steps. Raises `Interrupted` when asked to end, and `RunError` if the run cannot continue."""
     await evaluate_if_due(run)
     while not run.over:
         await run.callbacks.step_begins()
@@ -143,11 +143,11 @@ async def train(run: SftRun) -> None:
 
 
 async def take_step(run: SftRun) -> None:
-    """Learn from the next examples, and commit the step with its record as one unit."""
+    """Learn from the next examples, and commit the step with its record atomically."""
     started = time.perf_counter()
     run.timings = Timings()
     training = run.config.training
-    # The last step of whole epochs has the draws that are left of them.
+    # The last step has only the remaining draws of the epochs.
     end = run.next_draw + run.config.training.examples_per_step
     draws = range(run.next_draw, end if run.max_draws is None else min(end, run.max_draws))
     lessons = [run.lessons.lessons[run.order.example(draw)] for draw in draws]
@@ -162,7 +162,7 @@ async def take_step(run: SftRun) -> None:
 
 
 async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
-    """Gradient and update; returns metrics."""
+    """Compute the gradient and update the weights; returns metrics."""
     run.progress.phase("learning")
     started = time.perf_counter()
     denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
@@ -222,7 +222,7 @@ def _commit(
 
 
 async def evaluate_if_due(run: SftRun) -> None:
-    """Evaluate before the first step, every `eval.eval_steps` steps, after the last one, and if a callback asks for it."""
+    """Evaluate before the first step, every `eval.eval_steps` steps, after the last step, and when a callback asks for it."""
     requested = run.callbacks.evaluation_was_asked
     nothing = run.held_out is None and run.completions is None
     if requested and nothing:
@@ -243,7 +243,7 @@ async def evaluate_if_due(run: SftRun) -> None:
 
 
 async def _evaluate(run: SftRun) -> dict[str, float]:
-    """Measure and record the loss on the held-out rows, and the policy's own completions."""
+    """Measure and record the loss on the held-out rows and the metrics of the policy's own completions."""
     metrics: dict[str, float] = {}
     details: list[dict[str, Any]] = []
     if run.held_out is not None:
@@ -268,7 +268,7 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
 
 
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
-    """Note the condition of `training.stop_when` that holds now, if one does."""
+    """Record the condition of `training.stop_when` that is met now, if any."""
     conditions = run.config.training.stop_when
     metrics_named = {name for each in conditions for name, _, _ in bounds_of(each)}
     unknown = metrics_named - metrics.keys()
@@ -287,7 +287,7 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
 async def _held_out_loss(
     run: SftRun, held_out: LessonSet
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Loss, in nats per trained token, and accuracy on the held-out rows, and each row's part."""
+    """Loss (nats per trained token) and accuracy on the held-out rows, and the loss of each row."""
     losses: list[float] = []
     counts: list[int] = []
     right = 0
@@ -304,7 +304,7 @@ async def _held_out_loss(
     loss = math.fsum(losses) / sum(counts)
     metrics = {
         "eval_loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),  # beyond it a float overflows
+        "perplexity": math.exp(min(loss, 700.0)),  # above, exp overflows a float
         "eval_mean_token_accuracy": right / sum(counts),
         "eval_tokens": float(sum(counts)),
     }
@@ -316,11 +316,11 @@ async def _held_out_loss(
 
 
 async def _note_best(run: SftRun, loss: float | None) -> None:
-    """Note whether the evaluation is the best so far; a checkpoint keeps the best one. The start is no candidate."""
+    """Update early stopping and the best step with an evaluation; a new best step is saved. Step 0 cannot be the best."""
     run.evaluated_step = run.step
     if run.step == 0 or loss is None:
         return
-    # Patience counts only a loss that is lower by more than the threshold.
+    # Only a loss that is lower by more than the threshold resets the count of early stopping.
     least = run.config.eval.early_stopping_threshold
     if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
         run.to_beat, run.not_better = loss, 0
@@ -340,7 +340,7 @@ async def _note_best(run: SftRun, loss: float | None) -> None:
 
 
 async def save(run: SftRun) -> None:
-    """Weights, optimiser and position after the steps done; older checkpoints go as configured, but never the best one."""
+    """Write a checkpoint of the steps done, unless there is one, and delete older ones as configured, but never the best."""
     if run.saved_step != run.step:
         write_checkpoint(run)
     keep = run.config.run.save_total_limit

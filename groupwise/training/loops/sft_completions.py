@@ -1,10 +1,10 @@
 """Draws and scores completions of a supervised run's policy at each evaluation, as `groupwise rl` would.
 
-A warm-up is done when its completions have the form that the rewards read and groups of them still differ, which the loss on given
-answers does not tell. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
+A warm-up is complete when its completions have the form that the rewards can read, and completions of a prompt still differ. The loss on
+given answers does not show this. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
 
-    reward, rewards/NAME/mean, pass@k …   as evaluations have them, at the temperature of the RL config
-    groups/with_signal                    share of prompts whose completions earn different rewards: what RL learns from
+    reward, rewards/NAME/mean, pass@k …   as in evaluations, at the temperature of the RL config
+    groups/with_signal                    share of prompts whose completions earn different rewards, which RL can learn from
     groups/distinct                       share of the completions of a prompt that are different, on average
 """
 
@@ -36,10 +36,10 @@ WITH_SIGNAL = "groups/with_signal"
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """The prompts for which completions are drawn, and how; prepared before a model is loaded."""
+    """The prompts for which completions are drawn, with the config to draw and score them; prepared before a model is loaded."""
 
     config: RunConfig
-    """The RL run's config, with the model and the adapter of the supervised one."""
+    """The RL run's config, with the model and the adapter of the supervised run."""
     prompts: PromptSet
     rubric: Rubric | None
     layout: Layout
@@ -77,7 +77,7 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     }
     sections: dict[str, Any] = {**given, **shared, "warm_up": None}
     sections.setdefault("task", of_sft.get("task", {}))
-    # The sampler runs over the learner's weights.
+    # The sampler uses the learner's weights, so these settings must be the learner's.
     own = config.training
     keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")
     training = {**sections.get("training", {}), **{key: getattr(own, key) for key in keys}}
@@ -95,7 +95,7 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Completions:
-    """Draws completions, scores them and measures."""
+    """Draws completions at an evaluation, scores them and computes metrics."""
 
     asked: HeldOut
     sampler: Sampler
@@ -110,7 +110,7 @@ class Completions:
         max_steps: int,
         on_progress: Callable[[int, int], None],
     ) -> dict[str, float]:
-        """Metrics of the present policy, which has taken `step` steps."""
+        """Metrics of the current policy, which is that after `step` steps."""
         published = await learner.publish(policy.version)
         await self.sampler.load(published)
         result = await answer_held_out(
@@ -126,7 +126,7 @@ class Completions:
 
 
 def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How much the completions of a prompt differ, over all prompts with more than one that could be scored."""
+    """Metrics of how much the completions of a prompt differ, over all prompts with at least two scored completions."""
     groups = [
         [row for row in samples if row["reward"] is not None]
         for samples in by_prompt(rows).values()

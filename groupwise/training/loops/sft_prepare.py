@@ -43,7 +43,7 @@ from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig
 
 TRAINED = ("⟦", "⟧")
-"""Marks around the trained tokens of a row that is shown."""
+"""Marks around the trained tokens when a row is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class SftPrepared(Prepared):
     """The order in which examples are drawn."""
     held_out: LessonSet | None
     max_draws: int | None
-    """Examples drawn in all steps together, where epochs say so."""
+    """Number of examples drawn in all steps together, if the length is given in epochs; otherwise None."""
     asked: PreparedPrompts | None = None
-    """Prompts for completions at evaluations; None if none are drawn."""
+    """Prompts for the completions that evaluations draw; None if they draw none."""
 
     @property
     def config(self) -> SftConfig:
@@ -66,7 +66,7 @@ class SftPrepared(Prepared):
 
     @property
     def eval_steps(self) -> int:
-        """Steps between evaluations."""
+        """Number of steps between evaluations; by default one epoch."""
         epoch = -(-self.order.length // self.config.training.examples_per_step)
         return self.config.eval.eval_steps or epoch
 
@@ -74,7 +74,7 @@ class SftPrepared(Prepared):
 def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = None) -> SftPrepared:
     """Check task and rows against the config; tokenise and mask all rows.
 
-    `rows_read`: see `groupwise.training.loops.rl_prepare.prepare_rl`.
+    For `rows_read`, see `groupwise.training.loops.rl_prepare.prepare_rl`.
     """
     found = find_task(task, View(resolved(loaded.config)))
     require(found, "sft")
@@ -82,7 +82,8 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
-    steps = config.training.max_steps  # None: epochs decide, which need a stream with an end
+    # None if the number of epochs decides, which requires a stream with an end.
+    steps = config.training.max_steps
     rows_read = rows_read or (steps and steps * config.training.examples_per_step)
     lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
@@ -129,7 +130,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 
 
 def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
-    """Raise TaskError for keys that need held-out rows, which the task does not have."""
+    """Raise TaskError for keys that need held-out rows, because the task has none."""
     needing = {
         "eval.eval_steps": config.eval.eval_steps,
         "eval.early_stopping_patience": config.eval.early_stopping_patience,
@@ -148,7 +149,7 @@ def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
 def _read(
     config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
 ) -> LessonSet | None:
-    """The rows that a hook returns; None if it returns nothing."""
+    """Read the rows of a hook as lessons; None if the hook returns nothing."""
     given = View(resolved(config))
     rows = task.sft_rows(hook, given, tokenizer, limit)
     if hook == "get_sft_eval_dataset":
@@ -167,7 +168,7 @@ def _read(
 
 
 def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
-    """How the config wants the task's rows read."""
+    """The settings for reading the task's rows: fields, masks, length, formatting."""
     given = View(resolved(config))
     room = prefork.prompt_room(config.model, 0)
     return TeacherWay(
@@ -188,7 +189,7 @@ def _fingerprint(lessons: LessonSet) -> str:
 
 
 def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
-    """Parameters and memory of a run in this layout with rows of at most `longest` tokens."""
+    """Estimate parameters and memory of a run in this layout with rows of at most `longest` tokens."""
     examples = config.training.examples_per_step
     return plan_model(
         config.model,
@@ -209,7 +210,7 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
 def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The plan of a run: the resolved config, sizes, and the first rows with their trained parts marked.
 
-    `warnings` are shown with its own.
+    `warnings` are added to the plan's own.
     """
     config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
     first = lessons.lessons[prepared.order.example(0)]
@@ -252,7 +253,7 @@ def warnings_of(prepared: SftPrepared) -> list[str]:
 
 
 def _prompt_key(lesson: Lesson) -> str:
-    """A key that is equal for lessons with the same prompt; without a prompt, for those with the same tokens."""
+    """A key that is equal for lessons with the same prompt; without a prompt, for lessons with the same tokens."""
     prompt = lesson.example.prompt
     if isinstance(prompt, str):
         asks = bool(prompt)
@@ -262,7 +263,7 @@ def _prompt_key(lesson: Lesson) -> str:
 
 
 def shown_row(tokenizer: Any, row: Masked) -> str:
-    """The row as text, special tokens included, with ⟦ ⟧ around what is trained."""
+    """The row as text, with special tokens, and with ⟦ ⟧ around the trained parts."""
     pieces: list[str] = []
     start = 0
     for place in range(1, len(row.ids) + 1):

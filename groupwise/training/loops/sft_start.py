@@ -1,7 +1,7 @@
-"""The command `groupwise sft`, from what a user gives to how the run ended.
+"""The command `groupwise sft`, from the user's config to the outcome of the run.
 
-It goes the way of `groupwise rl`: check everything, build, take a resumed run back to its last checkpoint, train, and leave a folder that
-says how it ended. From there `groupwise rl --init-from RUN` goes on.
+It works like `groupwise rl`: check everything, build the parts, restore a resumed run to its last checkpoint, train, and record the
+outcome in the folder. `groupwise rl --init-from RUN` can start from the result.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ METRIC = "loss"
 
 @dataclass(frozen=True, slots=True)
 class SftResult(TrainingResult):
-    """How a supervised run ended."""
+    """The result of a supervised run."""
 
 
 def sft(
@@ -78,10 +78,9 @@ def sft(
 ) -> SftResult:
     """Train on the given answers of a task: the command `groupwise sft`.
 
-    Without a task, the config says where the rows are. `resume` goes on with the newest unfinished run of the config's name,
-    `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
-    starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
-    run failed on its way.
+    Without a task, the config names the rows. `resume` continues the newest unfinished run of the config's name; `resume_from`
+    (`RUN@STEP`) continues that run from that checkpoint; `init_from` starts a new run from the weights of a run or adapter folder. Raises
+    `UsageError` for wrong arguments and `RunError` if the run fails.
     """
     ways = StartMode(resume, resume_from, init_from)
     given = load_sft_config(config, overrides, to_train=True)
@@ -146,10 +145,10 @@ async def _run_in(
 async def _parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
-    """The learner and, if evaluations draw completions, a sampler over its weights with a scorer."""
+    """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
     completions_prepared, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
     if completions_prepared is None:
-        unused = folder.path / "published"  # nothing samples, so nothing is published
+        unused = folder.path / "published"  # without a sampler, nothing is published
         starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
         with closing(await loaded(interruption, starts)) as parts:
             yield parts.learner, None
@@ -187,7 +186,7 @@ async def _parts(
 
 
 def _forget_best_if_rows_changed(run: SftRun, prepared: SftPrepared) -> None:
-    """Search for the best step again if the held-out rows changed: losses on other rows do not compare."""
+    """Forget the best step if the held-out rows changed: losses on other rows are not comparable."""
     store, now = run.folder.store, prepared.facts["held_out"]
     if store.get_meta().get("held_out") == now:
         return
@@ -226,7 +225,7 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
 
 
 async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftResult:
-    """Take all steps, then write the final weights; an interruption keeps every whole step."""
+    """Take all steps, then write the final weights. An interruption keeps all completed steps."""
     try:
         await run.callbacks.begin(run)
         await train(run)
@@ -252,7 +251,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
             )
 
     def fill(folder: Path) -> None:
-        """Write the weights after `step` steps, and the tokenizer, as transformers, peft and vLLM load them."""
+        """Copy the weights after `step` steps and the tokenizer, in the format of transformers, peft and vLLM."""
         source = run.folder.checkpoints / f"step-{step}"
         ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
@@ -274,7 +273,8 @@ async def _finish(
     first, last = first_and_last(run, METRIC)
     summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
     found = run.folder.store.evaluations(rows=False)
-    losses = (record.metrics.get("eval_loss") for record in found)  # callbacks may add others
+    # Callbacks may add evaluations without a loss.
+    losses = (record.metrics.get("eval_loss") for record in found)
     evaluated = [loss for loss in losses if loss is not None]
     if evaluated:
         summary |= {"eval_loss_first": evaluated[0], "eval_loss_last": evaluated[-1]}

@@ -1,10 +1,10 @@
-"""The start of a training command: what `rl_start` and `sft_start` share.
+"""The start of a training command: the parts that `rl_start` and `sft_start` share.
 
-run_with_auto_resume  starts again from the last checkpoint if a server has lost the run's sampler or learner
-find_start       the config with the weights to begin with, and where an earlier run goes on
-resumption       is it the same run? what changed?
-opened           the run's folder, held by this process; one that could not start leaves none
-watched, loaded  progress for people, warnings beside it, and Ctrl-C for the loop
+run_with_auto_resume  resumes from the last checkpoint if a server has lost the run's sampler or learner
+find_start       finds the initial weights, and the point where an earlier run resumes
+resumption       checks that a resumed run is the same run, and lists the changes
+opened           opens and locks the run's folder; removes it again if the run could not start
+watched, loaded  show progress and warnings, and handle Ctrl-C
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ENDS = (
     "asked to end: what has been done is saved first; Ctrl-C once more ends at once, without that"
 )
 MOST_IN_VAIN = 3
-"""Losses in a row without a new checkpoint after which a run does not go on by itself."""
+"""Number of losses in a row without a new checkpoint after which a run is no longer resumed automatically."""
 
 WAYS_TO_START = {
     "--resume": "goes on with the newest unfinished run of that name",
@@ -69,12 +69,12 @@ class TrainingResult:
     folder: Path
     """The run folder; after a dry run, where it would have been."""
     exit_code: int = 0
-    """0 done; 130 or 143 interrupted after a clean checkpoint."""
+    """0: done; 130 (SIGINT) or 143 (SIGTERM): interrupted after a clean checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartMode:
-    """How the user wants a run to start; with none of these it is an ordinary new run. Raises `UsageError` if more than one is given."""
+    """The user's choice of how to start a run; without any, an ordinary new run. Raises `UsageError` if more than one is given."""
 
     resume: bool = False
     resume_from: str | None = None
@@ -93,10 +93,10 @@ class StartMode:
 def run_with_auto_resume(
     begin: Callable[[StartMode], T], ways: StartMode, loaded: LoadedConfig
 ) -> T:
-    """Run `begin` in this mode; if `run.server` loses its parts, go on from the last checkpoint, as with `--resume`.
+    """Run `begin` in this mode; if `run.server` loses the run's sampler or learner, resume from the last checkpoint as with `--resume`.
 
-    An engine that ends, or a server that is restarted, costs the steps since the last checkpoint. Raises what the run raises, and the
-    loss itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
+    A crashed engine or a restarted server then costs the steps since the last checkpoint. Raises the run's own errors, and the loss
+    itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
     """
     in_vain, reached, run = 0, 0, ""
     while True:
@@ -129,7 +129,7 @@ def run_with_auto_resume(
 
 
 def _await_server(url: str | None) -> None:
-    """Wait for a server that may be restarting."""
+    """Wait for a server that may be restarting; the client retries until its timeout."""
     from groupwise.api.client import TrainingClient
 
     assert url is not None, "parts that can be lost are a server's"
@@ -139,31 +139,31 @@ def _await_server(url: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start(Generic[Loaded]):
-    """The start of a run."""
+    """The initial state of a run."""
 
     loaded: Loaded
-    """The config, naming the weights that the run begins with."""
+    """The config, with the initial weights in its `model` section."""
     point: ResumePoint | None
-    """The point where an earlier run goes on; None for a new one."""
+    """The point where an earlier run resumes; None for a new run."""
     init_from: str | None
-    """The weights that a new run begins with, as the user named them."""
+    """The initial weights of a new run, as the user named them."""
     lineage: tuple[dict[str, Any], ...]
-    """The weights and their ancestors, the oldest first."""
+    """The initial weights and their ancestors, the oldest first."""
     weights: Path | None
-    """Weights that are still to be copied into the run's folder."""
+    """Weights that still have to be copied into the run's folder."""
 
     @property
     def rows_read(self) -> int | None:
-        """How many rows of a stream without a length the earlier run reads."""
+        """Number of rows that the earlier run reads of a stream without a length."""
         return self.point.facts.get(ROWS_READ) if self.point else None
 
     def resumption(self, prepared: Prepared) -> Resumption | None:
-        """None for a new run. Raises `ResumeMismatchError` if the run was started with something that may not change."""
+        """The allowed resume; None for a new run. Raises `ResumeMismatchError` if something has changed that may not change."""
         return check_resume(self.point, prepared) if self.point else None
 
 
 def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
-    """Find what to start with. `kind` is the command: only its own runs can be gone on with."""
+    """Find the initial weights or the point to resume from. `kind` is the command (`rl`, `sft`); it can resume only its own runs."""
     lineage: tuple[dict[str, Any], ...] = ()
     point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
     if point is not None:
@@ -178,7 +178,7 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
     if weights is not None:
         loaded = starting_from(loaded, weights)
     if loaded.config.run.hub.repo_id is not None:
-        # Before any work: raises UsageError if the result could not be uploaded at the end, as far as that shows now.
+        # Check before any work: raises UsageError if it is already clear that the result cannot be uploaded at the end.
         target = Target(**loaded.config.run.hub.model_dump())
         warning = check_access(target, point.path if point else None)
         if warning:
@@ -187,7 +187,7 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
 
 
 def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
-    """The origin of weights for the model card: policies of runs with what trained them, or a name alone."""
+    """The origin of weights for the model card: the run that trained them and its ancestors, or only a name if no run is known."""
     run = found.run or find.run_around(weights)
     if run is None:
         local = Path(found.label).expanduser().exists()
@@ -200,12 +200,12 @@ def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
-    """Warnings of a resume, for its plan."""
+    """Warnings about a resume, for the plan of a dry run."""
     return () if resumption is None else (*resumption.found, *resumption.warnings)
 
 
 def left_out_lines(prepared: Prepared) -> list[str]:
-    """Messages about rows that cannot be used, a line for each reason."""
+    """Messages about rows that cannot be used, one line for each reason."""
     return [
         f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
         for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()
@@ -217,7 +217,7 @@ def left_out_lines(prepared: Prepared) -> list[str]:
 def opened(
     prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
 ) -> Generator[tuple[RunFolder, AnyPrepared]]:
-    """Open the run's folder, with the weights in it that the run starts from; a new one records `facts` about itself."""
+    """Open the run's folder and copy the initial weights into it; a new folder records `facts` about the run."""
     noted = {
         "kind": kind,
         "model": prepared.loaded.config.model.name,
@@ -239,9 +239,7 @@ def opened(
             yield folder, prepared
     except UsageError:
         if start.point is None and not find.run_info(folder.path).steps:
-            atomic_files.remove_folder(
-                folder.path
-            )  # nothing was started, so nothing stands in the way
+            atomic_files.remove_folder(folder.path)  # nothing was started, so free the run's name
         raise
 
 
@@ -249,7 +247,7 @@ def opened(
 def watched(
     folder: RunFolder, prepared: Prepared, resumption: Resumption | None
 ) -> Generator[tuple[Progress, Interruption]]:
-    """Show progress and warnings, and listen for Ctrl-C. The model is loaded next."""
+    """Show progress and warnings, and handle Ctrl-C. The caller loads the model in this context."""
     progress = Progress(
         folder.name,
         prepared.max_steps,
@@ -265,7 +263,7 @@ def watched(
 
 
 async def loaded(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T:
-    """The parts, once the model is loaded. Ctrl-C and SIGTERM end it as they end a command that has no run yet."""
+    """Await the parts while the model loads. Ctrl-C or SIGTERM then ends the command at once, as there are no steps to save."""
     try:
         return await interruption.allow(parts)
     except Interrupted as interrupted:
@@ -274,7 +272,7 @@ async def loaded(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T
 
 @contextmanager
 def _shown_warnings(progress: Progress) -> Generator[None]:
-    """Also show the package's warnings beside the progress; the run's log has them anyway."""
+    """Also show the package's warnings in the progress display; the run's log contains them in any case."""
     handler = _ProgressHandler(progress)
     package = logging.getLogger("groupwise")
     package.addHandler(handler)

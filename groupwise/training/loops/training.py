@@ -1,8 +1,8 @@
-"""The state of a training run while it goes on, for rewards and teachers alike.
+"""The state of a training run, common to reinforcement learning and supervised training.
 
-A `Training` holds what both loops have: the learner, the folder, where it stands. The functions beside it are what both do
-with these: update, publish, count what went wrong, write a checkpoint. `groupwise.training.loops.rl` and `groupwise.training.loops.sft` add
-what is theirs.
+A `Training` holds everything that both loops need: the learner, the folder, the position. The functions in this module are the steps
+that both take: update, count non-finite updates, write a checkpoint. `groupwise.training.loops.rl` and `groupwise.training.loops.sft` add
+the rest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from groupwise.training.loops.metrics import Timings
 logger = logging.getLogger(__name__)
 
 NON_FINITE = "non-finite"
-"""Folder of a run that holds the rows of updates that were left out."""
+"""Folder of a run that holds the rows of skipped updates."""
 MOST_KEPT = 20
-"""Files in it."""
+"""Largest number of files in this folder."""
 
 
 class TrainedBy(Protocol):
-    """The part of a config that every training has."""
+    """The part of a config that both kinds of training have."""
 
     @property
     def training(self) -> OptimisationConfig: ...
@@ -49,7 +49,7 @@ class TrainedBy(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """A training run under way: what it was built from, and where it stands."""
+    """A running training: its parts and its position."""
 
     config: TrainedBy
     max_steps: int
@@ -59,41 +59,41 @@ class Training:
     progress: Progress
     interruption: Interruption
     policy: Policy
-    """Published last."""
+    """The policy that was published last."""
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     saved_step: int | None = None
-    """Steps done at the last checkpoint."""
+    """Number of steps done at the last checkpoint."""
     non_finite: int = 0
-    """Steps in a row with an update that was left out."""
+    """Number of steps in a row with a skipped update."""
     tokens_seen: int = 0
     timings: Timings = field(default_factory=Timings)
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
     def over(self) -> bool:
-        """True if there is no step to take: after the last one, or because a callback asked to stop."""
+        """True if there is no further step: the last one is done, or a callback asked to stop."""
         return self.step >= self.max_steps or self.callbacks.stop is not None
 
     @property
     def non_finite_limit(self) -> int | None:
-        """Steps in a row with an update that was left out that stop the run; None: no number does."""
+        """Number of steps in a row with a skipped update after which the run fails; None: no limit."""
         return self.config.training.max_non_finite_steps
 
     def keep_for_replay(self, draws: Iterable[int]) -> None:
-        """Keep the prompts of these draws of the step under way to be drawn again, where there is a buffer for them."""
+        """Put the prompts of these draws of the current step into the replay buffer, if the run has one."""
 
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far."""
         return 0.0
 
     def say(self, text: str) -> None:
-        """Say something to viewers and the log."""
+        """Show a message to users and write it to the log."""
         logger.info("%s", text)
         self.progress.note(text)
 
     def position(self) -> dict[str, Any]:
-        """The run's position, as plain JSON, for its checkpoint."""
+        """The run's position for its checkpoint, as plain JSON."""
         return {
             "step": self.step,
             "policy": {"version": self.policy.version, "fingerprint": self.policy.fingerprint},
@@ -103,7 +103,7 @@ class Training:
         }
 
     def take_position(self, position: Mapping[str, Any]) -> None:
-        """The inverse of `position`; the policy gets its files when it is published again."""
+        """Restore what `position` returned. The policy's path stays empty until the policy is published again."""
         self.step = self.saved_step = position["step"]
         version, fingerprint = position["policy"]["version"], position["policy"]["fingerprint"]
         self.policy = Policy(self.policy.run, version, fingerprint, self.policy.kind, "")
@@ -112,10 +112,10 @@ class Training:
         self.callbacks.load_state(position["callbacks"])
 
     def save_more(self, folder: Path) -> None:
-        """Write what else a resume needs into a checkpoint under construction."""
+        """Write the other files that a resume needs into a checkpoint that is being written."""
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """Take what `save_more` wrote into the checkpoint in `folder`; `position` is what it says."""
+        """Restore what `save_more` wrote into the checkpoint in `folder`; `position` is that checkpoint's position."""
 
 
 # --- updates -------------------------------------------------------------------------------------
@@ -124,9 +124,9 @@ class Training:
 async def update(
     training: Training, rows: list[Row], sums: Mapping[str, float], rate: float
 ) -> UpdateResult:
-    """One optimiser call for the gradient that the learner holds, left out where loss or gradient are not finite.
+    """Make one optimiser step with the gradient that the learner holds; skip it if loss or gradient is not finite.
 
-    The rows of an update that was left out are kept, one JSON object in each line, so that one can see what they were.
+    The rows of a skipped update are stored as JSON Lines (up to `MOST_KEPT` files), so that the user can look for the cause.
     """
     if all(map(math.isfinite, sums.values())):
         config = training.config.training
@@ -160,7 +160,7 @@ async def update(
 
 
 def count_non_finite(training: Training, left_out: int) -> None:
-    """Too many steps in a row with an update that was left out stop the run."""
+    """Count the steps in a row with a skipped update; raise NonFiniteError at the limit."""
     training.non_finite = training.non_finite + 1 if left_out else 0
     limit = training.non_finite_limit
     if limit is not None and training.non_finite >= limit:
@@ -175,7 +175,7 @@ def count_non_finite(training: Training, left_out: int) -> None:
 
 
 def save_checkpoint(training: Training) -> None:
-    """Weights, optimiser and position after the steps done; older checkpoints go as configured."""
+    """Write a checkpoint of the steps done, unless there is one, and delete older ones as configured."""
     if training.saved_step != training.step:
         write_checkpoint(training)
     keep = training.config.run.save_total_limit
@@ -184,7 +184,7 @@ def save_checkpoint(training: Training) -> None:
 
 
 def write_checkpoint(training: Training) -> None:
-    """All that a resume needs, as one folder that appears whole."""
+    """Write everything that a resume needs as one folder, which appears under its name only when complete."""
     training.progress.phase("saving", 0, 1)
 
     def fill(folder: Path) -> None:
@@ -192,7 +192,7 @@ def write_checkpoint(training: Training) -> None:
         training.save_more(folder)
         write_piece(training.folder.path, training.folder.store.path, folder, training.step)
         carry(training.folder.path, folder, training.step)
-        if training.policy.kind == "full":  # so that another run can start from it
+        if training.policy.kind == "full":  # another run can then start from the checkpoint
             training.tokenizer.save_pretrained(folder)
 
     extra = {"position": training.position()}

@@ -1,8 +1,7 @@
-"""The supervised run that a config of `groupwise rl` asks for in `warm_up`.
+"""The supervised run that `warm_up` in a config of `groupwise rl` asks for.
 
-The run is that of `groupwise sft` with the config that `warm_up` gives, a file or its sections, and with the model of the RL config. One
-that was made from the same config, task and data is used again, whatever it is called, so that many RL runs begin from one warm-up; an
-unfinished one is resumed.
+It is a run of `groupwise sft` with the config given by `warm_up` (a file, or its sections) and the model of the RL config. A finished run
+of the same config, task and data is reused under any name, so many RL runs can start from one warm-up. An unfinished one is resumed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ SUMMARY_KEYS = (
     "stopped",
     "stopped_by",
 )
-"""Keys of the warm-up's summary that the summary of both stages has."""
+"""Keys of the warm-up's summary that are copied into the summary of both stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +49,25 @@ class WarmedUp:
     """The result of a warm-up."""
 
     run: str | None = None
-    """Path of the run to begin from; None where it was interrupted, or only planned."""
+    """Path of the run to start from; None if it was interrupted or only planned."""
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Summary for people: the run, or its plan."""
+    """Summary for people: that of the run, or its plan."""
     interrupted: TrainingResult | None = None
     untrained: EvalResult | None = None
-    """How the model answered the held-out prompts before any training."""
+    """The evaluation of the model on held-out prompts before any training."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts for the record of the run that begins from it."""
+        """Facts for the record of the RL run that starts from the warm-up."""
         if self.run is None:
             return {}
         return {WARM_UP: Path(self.run).name, WARM_UP_SUMMARY: self.summary}
 
 
 def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
-    """The run that a new run begins from: reused, resumed or made. With `dry_run` it is found or planned.
+    """Find, resume or make the supervised run that a new run starts from. With `dry_run`, only find or plan it.
 
-    Raises what `groupwise sft` raises.
+    Raises the errors of `groupwise sft`.
     """
     given = config_of_warm_up(loaded)
     with nullcontext() if dry_run else build.expected_ranks(given.config):
@@ -91,7 +90,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
         result = sft(_with_name(given, _free_name(given)), task)
     elif checkpoints.newest(made / CHECKPOINTS) is not None:
         result = sft(given.config, task, resume_from=str(made))
-    else:  # it was cut off before its first checkpoint
+    else:  # the run was interrupted before its first checkpoint
         result = sft(_with_name(given, made.name), task, resume=True)
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
@@ -105,7 +104,7 @@ def _with_name(given: LoadedSftConfig, name: str) -> SftConfig:
 
 
 def _free_name(given: LoadedSftConfig) -> str:
-    """The name of a new warm-up. It gets a number if an unfinished run already has that name, because someone may still resume that run."""
+    """The name of a new warm-up. If an unfinished run has that name, a number is added, because that run may still be resumed."""
     runs, name, number = Path(given.config.run.dir), given.run_name, 1
     while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
         number += 1
@@ -114,14 +113,14 @@ def _free_name(given: LoadedSftConfig) -> str:
 
 
 def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    if read_launch() is not None:  # torchrun's processes serve one run, which is the one to come
+    if read_launch() is not None:  # the processes of torchrun can serve only one run, the RL run
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)
 
 
 def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
-    """True if a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
+    """True if a run starts with its warm-up. A resumed run does if its earlier attempt was interrupted during the warm-up."""
     if not ways.resume:
         return ways == StartMode()
     runs = Path(loaded.config.run.dir)
@@ -133,7 +132,7 @@ def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
 
 
 def matching_run(prepared: SftPrepared) -> Path | None:
-    """The newest run of the same config, task and data in the folder of runs, a finished one before others; None: there is none."""
+    """The newest run of the same config, task and data; finished runs come first. None if there is none."""
     runs = Path(prepared.config.run.dir)
     found = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
     return max(
@@ -144,7 +143,7 @@ def matching_run(prepared: SftPrepared) -> Path | None:
 
 
 def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
-    """True if a run was made by the same config (except `run`), task files, data and base model."""
+    """True if a run was made with the same config (except its section `run`), task files, data and base model."""
     try:
         facts, config = Store.facts(path / RECORD), read_config(path)
     except (StoreError, OSError, ValueError):

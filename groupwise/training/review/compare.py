@@ -1,15 +1,15 @@
-"""Two policies side by side: the same held-out prompts, answered by A and by B, compared prompt by prompt.
+"""Compares two policies, A and B, prompt by prompt on the same held-out prompts.
 
-A user names a side as a result file, `RUN@STEP` (what was recorded after so many steps), `RUN@STEP:NAME` (the evaluation of that name
-then), `RUN:FILE.json` (that file of its results), or `RUN` (its newest evaluation after training, and the curve of its rewards). Prompts
-are paired by their content (`groupwise.training.evaluation.measures.by_prompt`), never by their position. Prompts without a partner are
-counted, and the notes list every difference in how the two sides were made: otherwise different prompts, rewards or temperatures would
-look like a difference between the policies.
+A side is given as a result file, `RUN@STEP` (its evaluation recorded after so many steps), `RUN@STEP:NAME` (the evaluation of that name
+at that step), `RUN:FILE.json` (a file of its results), or `RUN` (its newest evaluation after training, and its reward curve). Prompts are
+paired by content (`groupwise.training.evaluation.measures.by_prompt`), never by position. Prompts without a partner are counted, and the
+notes list every difference between the settings of both sides: otherwise different prompts, rewards or temperatures would look like a
+difference between the policies.
 
-Intervals are paired bootstraps over the prompts: what makes one prompt harder than another is in both sides and cancels out.
+Intervals are paired bootstraps over the prompts: the difficulty of a prompt affects both sides and cancels out.
 
-Two supervised runs are compared by their losses, in training and on the held-out rows that both were given. Compared with a rewarded run,
-a supervised run is represented by what `groupwise eval` measured of its answers.
+Two supervised runs are compared by their losses, in training and on their common held-out rows. In a comparison with an RL run, the
+answers of a supervised run are those that `groupwise eval` measured.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from groupwise.training.evaluation.statistics import Interval, paired_difference
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
 NO_MERIT = frozenset({LENGTH, CLIPPED})
-"""Metrics that are neither better nor worse if they are higher."""
+"""Metrics for which more is neither better nor worse."""
 
 LOSS = "loss"
 EVAL_LOSS = "eval_loss"
 
 SAME = 1e-9
-"""Values nearer to each other than this are equal."""
+"""Values that differ by less count as equal."""
 
 HOW = (
     "eval.samples_per_prompt",
@@ -67,48 +67,48 @@ HOW = (
 """Config keys that decide how held-out prompts are answered and judged."""
 
 PLACES = frozenset({"run.name", "run.dir"})
-"""Config keys in which two runs always differ."""
+"""Config keys that always differ between two runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a comparison: its label, its numbers and the rows behind them."""
+    """One side of a comparison: its label, its metrics and their rows."""
 
     label: str
-    """The policy that was evaluated, and where the numbers come from."""
+    """The evaluated policy, and the source of its numbers."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     rows: Sequence[Row] = ()
     """Empty if the run has no evaluation."""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     run: Path | None = None
-    """The run folder if a whole run was named: its curve is compared as well."""
+    """The run's folder if a whole run was given: then its curve is compared as well. Otherwise None."""
     supervised: bool = False
-    """Recorded by `groupwise sft`: the rows are losses on given answers."""
+    """True for an evaluation by `groupwise sft`: its rows are losses on given answers."""
     asked: str = ""
     """Fingerprint of the rows on which a supervised run was evaluated."""
 
     @property
     def samples(self) -> int:
-        """Largest number of answers to a prompt."""
+        """Largest number of answers to one prompt."""
         return max((len(each) for each in by_prompt(self.rows).values()), default=0)
 
     @property
     def failed(self) -> int:
-        """Answers that could not be scored."""
+        """Number of answers that could not be scored."""
         return sum(row["outcome"] in ("failed", "timed_out") for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
-    """One metric on both sides, over the prompts that both have a value for."""
+    """One metric on both sides, over the prompts for which both have a value."""
 
     name: str
     a: float
     b: float
     change: Interval | None = None
-    """Mean of B − A with its interval; None for a metric that has no value per prompt."""
+    """Mean of B − A with its interval; None for a metric without values per prompt."""
     better: int | None = None
-    """Prompts on which B is better: more, or for a loss less. None if more is neither better nor worse."""
+    """Number of prompts on which B is better. None if more is neither better nor worse."""
     worse: int | None = None
     equal: int | None = None
 
@@ -120,10 +120,10 @@ class CurveChange:
     metric: str
     steps: int
     a: tuple[float | None, float | None]
-    """Mean of the first and of the last few of these steps."""
+    """Mean of the first few and of the last few of these steps."""
     b: tuple[float | None, float | None]
     change: Interval | None
-    """Mean of B − A in the last few steps, over the draws in which both had the same prompt; None if there are none, and of losses."""
+    """Mean of B − A in the last few steps, over draws with the same prompt in both. None for losses, and if there are no such draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,10 @@ class PromptChange:
     prompt: Any
     a: float
     b: float
-    """Mean rewards."""
+    """Mean rewards of the two sides."""
     completion_a: str
     completion_b: str
-    """The completion of the sample in which the two differ most."""
+    """The completions of the sample in which the two sides differ most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +146,18 @@ class Comparison:
     a: Side
     b: Side
     prompts: int
-    """Prompts that both sides have."""
+    """Number of prompts that both sides have."""
     only_a: int
     only_b: int
-    """Prompts without a partner."""
+    """Number of prompts without a partner."""
     metrics: tuple[MetricChange, ...]
     curve: CurveChange | None
     notes: tuple[str, ...]
     """Caveats that a reader must know."""
     config: dict[str, Change]
-    """Config keys in which the two differ: dotted key -> (A, B)."""
+    """Config keys in which the two sides differ: dotted key -> (A, B)."""
     changed: tuple[PromptChange, ...] = field(repr=False)
-    """Largest change first."""
+    """The prompts with different rewards, largest change first."""
 
     def summary(self, rows: int = 0) -> dict[str, Any]:
         """The comparison as plain data for `--json`, with the first `rows` of the changed prompts."""
@@ -229,7 +229,7 @@ def compare_sides(a: Side, b: Side) -> Comparison:
 
 
 def _compare_losses(a: Side, b: Side) -> Comparison:
-    """Compare two supervised runs; their held-out rows only if these are the same, token by token."""
+    """Compare two supervised runs. Held-out rows are compared only if both runs have exactly the same ones, token by token."""
     of_a, of_b = _loss_by_example(a.rows), _loss_by_example(b.rows)
     both = [example for example in of_a if example in of_b] if a.asked == b.asked else []
     curve = _curve_change(a.run, b.run, LOSS) if a.run and b.run else None
@@ -285,9 +285,9 @@ def find_side(reference: str, runs_dir: Path) -> Side:
 
 
 def side_of(run: Path, step: int | None, name: str = "") -> Side:
-    """The side of a run after so many steps, or under a name, or from a file of its results.
+    """The side of a run: its evaluation after so many steps, with that name, or from a file of its results.
 
-    With neither step nor name: the evaluation after training, or the newest one during it; without one, the curve alone.
+    With neither step nor name: the evaluation after training, or the newest one during it; without any, only the curve.
     """
     if name.endswith(".json"):
         path = run / RESULTS / name
@@ -306,7 +306,7 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
     ]
     if recorded:
         return _side_of_record(run, recorded[-1])
-    # Nothing in the record: take the newest result file of that policy.
+    # Not in the record: take the newest result file of that policy.
     policy = f"{run.name}@{step} ("
     sides = [side for side in _result_files(run) if not name and side.label.startswith(policy)]
     if not sides:
@@ -317,8 +317,10 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
 def what_is_meant(
     reference: str, resolve: Callable[[str], tuple[Path, int | None]]
 ) -> tuple[Path, int | None, str]:
-    """Split `RUN@STEP:EVALUATION` into the run, its step and the name of the evaluation. Both names may contain colons; if the whole
-    reference is a run, that run is meant. Raises what `resolve` raises."""
+    """Split `RUN@STEP:EVALUATION` into the run's folder, its step and the name of the evaluation.
+
+    Both names may contain colons; if the whole reference is a run, it means that run. Raises the errors of `resolve`.
+    """
     colons = [at for at, letter in enumerate(reference) if letter == ":"]
     for at in (len(reference), *reversed(colons)):
         with suppress(RunNotFoundError):
@@ -359,7 +361,7 @@ def _is_supervised(run: Path) -> bool:
 
 
 def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> Side:
-    """The answers of a supervised run as `groupwise eval` measured them, for a comparison with a rewarded run."""
+    """The answers of a supervised run as measured by `groupwise eval`, for a comparison with an RL run."""
     run, step, _ = _resolve(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
     sides = [side for side in _result_files(run) if side.label.startswith(policy)]
@@ -378,7 +380,7 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
 
 
 def _recorded_evaluations(run: Path) -> list[EvaluationRecord]:
-    """The evaluations that have rows; `_rows_of` reads the rows of the chosen one only."""
+    """The recorded evaluations that have rows. `_rows_of` reads only the rows of the chosen one."""
     with Store.open(run / RECORD, readonly=True) as store:
         whole = store.evaluations_with_rows()
         found = store.evaluations(rows=False)
@@ -418,7 +420,7 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
 
 
 def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
-    """Per example: the sum of its losses, and its number of trained tokens."""
+    """For each example, the sum of its losses and its number of trained tokens."""
     found: dict[int, tuple[float, int]] = {}
     for row in rows:
         total, tokens = found.get(row["example"], (0.0, 0))
@@ -529,14 +531,14 @@ def _config_changes(
 def _with_defaults(
     config: Mapping[str, Any], load: Callable[[Mapping[str, Any]], LoadedConfig]
 ) -> Mapping[str, Any]:
-    """Fill a config of an earlier version with the keys that it lacked; return it unchanged if it no longer loads."""
+    """Fill in the keys that a config of an earlier version lacks; return it unchanged if it is no longer valid."""
     try:
         return resolved(load(config).config)
     except ConfigError:
         return config
 
 
-# --- what a reader must know ---------------------------------------------------------------------
+# --- notes for the reader ------------------------------------------------------------------------
 
 
 def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
@@ -569,7 +571,7 @@ def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
 
 
 def _changed_columns(a: Side, b: Side) -> int:
-    """Number of prompts with the same text in both sides but different columns."""
+    """Number of prompts with the same text but different columns on the two sides."""
     alone = [
         {prompt_key(samples[0]) for key, samples in mine.items() if key not in theirs}
         for mine, theirs in (

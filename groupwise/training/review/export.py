@@ -1,11 +1,11 @@
-"""`groupwise runs export`: the weights or the record of a run as files for other programs.
+"""`groupwise runs export`: writes the weights or the record of a run as files for other programs.
 
-    adapter          the adapter as it is, with tokenizer and model card
-    merged           one model, the adapter added to its base
-    gguf             the merged model for llama.cpp, by its converter
+    adapter          the adapter unchanged, with tokenizer and model card
+    merged           one model: the adapter added to its base
+    gguf             the merged model for llama.cpp, made by its converter
     jsonl, parquet   the record: rollouts, metrics, evaluations with their rows, warnings
 
-The files are built in a temporary folder beside the output, which then appears as a whole. An existing folder is replaced only with
+The files are built in a temporary folder next to the output, which is then renamed atomically. An existing folder is replaced only with
 --force.
 """
 
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 Format = Literal["adapter", "merged", "gguf", "jsonl", "parquet"]
 CONVERTER = "convert_hf_to_gguf.py"
 CONVERTER_VARIABLE = "GROUPWISE_GGUF_CONVERTER"
-"""The environment variable that says where the converter is."""
+"""The environment variable with the path of the converter."""
 ENOUGH = 0.95
-"""Share of an adapter's change that must survive the rounding; below it, a warning is logged."""
+"""Fraction of an adapter's change that must survive rounding; below it, a warning is logged."""
 QUOTED = 2000
-"""Number of last characters of a converter's output that an error quotes."""
+"""Number of characters from the end of a converter's output that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def export(
 ) -> Exported:
     """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for wrong arguments before any work.
 
-    `keep_change`: write a merged model in float32 if rounding would lose what the adapter has learnt, instead of a warning.
-    `trust_remote_code`: allows the run's config to enable code from the model repository.
+    `keep_change`: write a merged model in float32 if rounding would lose the adapter's change, instead of a warning.
+    `trust_remote_code`: allow the run's config to enable code from the model repository.
     """
     if dtype != "auto" and to not in ("merged", "gguf"):
         raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
@@ -135,7 +135,7 @@ def _check_place(output: Path, force: bool) -> None:
 
 
 def _fill_output(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str, ...]:
-    """Fill the output folder beside its place and move it there; returns the names of its files."""
+    """Fill the output folder in a temporary place and rename it; returns the names of its files."""
     try:
         atomic_files.make_folder(output, fill, replace=force)
     except FileExistsError:
@@ -182,7 +182,7 @@ def _write_weights(
     output: Path,
     keeping: float,
 ) -> None:
-    # The checkpoint of the last step holds the final weights as well.
+    # The checkpoint of the last step also contains the final weights.
     summary = read_summary(weights.run) or {}
     ended_with = weights.final or summary.get("final_step") == weights.step
     card = model_card(
@@ -227,14 +227,16 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
 
 
 def _model(weights: _Weights) -> ModelConfig:
-    """The base model that the run trained."""
+    """The base model of the run."""
     recorded = read_config(weights.run)["model"]
     return recorded_base(recorded, trust_remote_code=weights.trusted)
 
 
 def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
-    """The tokenizer of the run: the one beside the weights or the final weights, else the base model's. None if it is beside the weights
-    already, unless `always`."""
+    """The tokenizer of the run: the one stored with the weights or the final weights, otherwise the base model's.
+
+    None if it is stored with the weights already, unless `always`.
+    """
     for folder in (weights.folder, weights.run / "final"):
         if any(next(folder.glob(pattern), None) for pattern in TOKENIZER):
             if folder == weights.folder and not always:
@@ -251,7 +253,7 @@ def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
 
 
 def _converter(given: Path | None) -> Path:
-    """Path of llama.cpp's converter: from the argument, from the environment variable, or on PATH."""
+    """Path of llama.cpp's converter: from the argument, the environment variable, or PATH."""
     converter = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
     if converter is None:
         raise ModelError(
@@ -267,7 +269,7 @@ def _converter(given: Path | None) -> Path:
 
 
 def _convert(program: Path, model: Path, output: Path) -> None:
-    """Run the converter; it needs only this Python and the packages that it imports."""
+    """Run the converter with this Python, which must have the packages that it imports."""
     done = subprocess.run(
         [sys.executable, str(program), str(model), "--outfile", str(output)],
         capture_output=True,

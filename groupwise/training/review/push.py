@@ -1,4 +1,4 @@
-"""`groupwise runs push`: uploads what a run could not upload while it was running."""
+"""`groupwise runs push`: uploads results that a run could not upload while it was running."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def push(
     overwrite: bool = False,
     revision: str | None = None,
 ) -> list[str]:
-    """Upload the waiting checkpoints, then the final weights if the config has `run.hub`; returns their URLs.
+    """Upload the queued checkpoints, then the final weights if the config has `run.hub`; returns their URLs.
 
-    Only `overwrite` decides whether a branch is replaced, not the folder: it may come from another person and name a branch of yours.
-    `revision`: another branch for the final weights. Raises UsageError if there is nothing to upload, EndpointError if the hub fails.
+    Only the argument `overwrite` decides whether a branch is replaced, not the run's folder: the folder may come from another person and
+    name a branch of yours. `revision`: another branch for the final weights. Raises UsageError if there is nothing to upload,
+    EndpointError if the hub fails.
     """
     path = resolve(run, runs_dir).path
     if is_held(path):
@@ -69,7 +70,7 @@ def push(
 
 @contextmanager
 def _with_card_for(target: Target, run: Path, final: Path) -> Generator[Path]:
-    """A copy of the final weights for another branch than the config's: its card must name the branch where its files are."""
+    """A copy of the final weights for a branch other than the config's, because the model card must name the branch of its files."""
     place = WeightsLocation(target.repo_id, None if target.revision == "main" else target.revision)
     results = results_of(read_summary(run))
     card = model_card(run, final, final_step(run), place=place, results=results)

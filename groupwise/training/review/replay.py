@@ -1,11 +1,10 @@
-"""`groupwise runs replay`: computes again what a step learned, from the rollouts that it recorded.
+"""`groupwise runs replay`: repeats the training of a step from its recorded rollouts.
 
-The record holds every token, log-probability and reward of a step, the checkpoints hold weights and optimiser before some of them.
-So the learning can be done again without sampling or scoring: from the newest checkpoint at or before the step (or the weights
-that the run started from), through the recorded steps in between, by the code that the run itself used. Each of them must give
-the loss, the gradient norm, and the weights that the record has.
+The record has every token, log-probability and reward of a step, and checkpoints have weights and optimiser state before some steps. So
+training can be repeated without sampling or scoring: from the newest checkpoint at or before the step (or the run's initial weights),
+through the recorded steps in between, with the same code as the run. Each step must give the recorded loss, gradient norm and weights.
 
-The run is only read, so it may go on meanwhile. The replay writes to a temporary folder, which it deletes at the end.
+The run is only read, so it may continue at the same time. The replay writes to a temporary folder, which it deletes at the end.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from groupwise.training.loops.run import Learning
 from groupwise.training.placement import Layout
 
 RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Tolerance of gradient norm and loss for rounding, as a share of the gradient norm."""
+"""Tolerance of gradient norm and loss for rounding, as a fraction of the gradient norm."""
 LEAST = 1e-2
-"""Lower bound of the gradient norm in that share: rounding errors do not vanish with the gradient."""
+"""Smallest gradient norm that is used for the tolerance: rounding errors do not vanish with the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The outcome of a step."""
+    """The results of training a step."""
 
     loss: float | None
     """None if no rollout had an advantage."""
@@ -64,13 +63,13 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A step, as recorded and as computed again."""
+    """A step as recorded and as replayed."""
 
     step: int
     recorded: Learnt
     replayed: Learnt
     advantages: int
-    """Rollouts whose recorded advantage is not the one that their rewards give."""
+    """Number of rollouts whose recorded advantage differs from the one computed from their rewards."""
     tolerance: float | None
     """Tolerance of loss and gradient norm, from `RELATIVE`; None: every bit must be equal."""
 
@@ -110,16 +109,16 @@ class Replay:
     step: int
     """The requested step."""
     start: str
-    """The start of the replay: `run@steps`, or the starting weights."""
+    """The start of the replay: `run@steps`, or the initial weights."""
     start_differs: str | None
-    """How the weights at the start differ from the recorded ones."""
+    """How the weights at the start differ from the recorded ones; None if they are equal."""
     rounding: tuple[str, ...]
-    """Why bits may differ; empty: they must not."""
+    """Reasons why bits may differ; empty: they must be equal."""
     steps: tuple[ReplayedStep, ...]
 
     @property
     def agrees(self) -> bool:
-        """True if every step gave what the record says."""
+        """True if every step agrees with the record, within the tolerance."""
         return self.start_differs is None and not any(step.differences for step in self.steps)
 
     @property
@@ -146,16 +145,16 @@ class Replay:
 
 
 def replay(reference: str, *, step: int | None = None, runs_dir: Path = Path("runs")) -> Replay:
-    """Compute step `step` (an index from 0; None: the last one) of a run again, and compare it with its record.
+    """Repeat step `step` (an index from 0; None: the last one) of a run, and compare it with the record.
 
-    Raises `UsageError` for a run or step that cannot be replayed, with the reason.
+    Raises `UsageError` with the reason if the run or step cannot be replayed.
     """
     path = find.resolve(reference, runs_dir).path
     with Store.open(path / RECORD, readonly=True) as store:
         return run_to_end(_replay(_recording(path, store, step)))
 
 
-# --- what was recorded ---------------------------------------------------------------------------
+# --- the record ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +167,14 @@ class _Recording:
     steps: Mapping[int, StepRecord]
     checkpoint: Checkpoint | None
     config: RunConfig
-    """The config with which the step was taken."""
+    """The config at that step."""
     layout: Layout
-    """The layout with which the step was taken, adapted to this machine."""
+    """The layout at that step, adapted to this machine."""
     rounding: tuple[str, ...]
 
     @property
     def first(self) -> int:
-        """The first step that is computed again."""
+        """The first step that is repeated."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
@@ -200,7 +199,7 @@ def _recording(path: Path, store: Store, asked: int | None) -> _Recording:
     if any(earlier != recorded[step] for earlier in recorded.values()):
         rounding = (*rounding, "a resume since the checkpoint changed the layout")
     loaded = load_config(as_it_was(read_config(path), resumes, step))
-    # The weights of another run that it began with are in its folder, wherever that is now.
+    # Initial weights from another run are stored in this run's folder, which may have been moved.
     start = path / START
     config = (starting_from(loaded, start) if start.is_dir() else loaded).config
     before, now = facts.get("base"), identity(config.model)
@@ -213,7 +212,7 @@ def _recording(path: Path, store: Store, asked: int | None) -> _Recording:
 
 
 def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
-    """The newest undamaged checkpoint at or before the step; None means the weights that the run started from."""
+    """The newest undamaged checkpoint at or before the step; None: the run's initial weights."""
     for checkpoint in reversed(checkpoints.complete(path / CHECKPOINTS)):
         if checkpoint.step <= step:
             try:
@@ -227,9 +226,9 @@ def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
 def as_it_was(
     now: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, above: str = ""
 ) -> dict[str, Any]:
-    """The config, or what is recorded under the key `above`, with which a step was taken.
+    """The config at a step; with `above`, the recorded values under that key.
 
-    Resumes after this step may have changed it; these changes are reverted.
+    Later resumes may have changed it; these changes are reverted.
     """
     redone = [number for number, resume in enumerate(resumes, 1) if resume.step <= step]
     found: dict[str, Any] = copy.deepcopy(dict(now))
@@ -248,7 +247,7 @@ def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def _adapted_layout(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
-    """The recorded layout as far as this machine can have it, and why results may differ in their last bits."""
+    """The recorded layout as far as this machine supports it, and the reasons why results may differ in their last bits."""
     before = Layout(**recorded)
     device = before.device if before.device in ("cpu", choose_device()) else choose_device()
     here = replace(
@@ -264,7 +263,7 @@ def _adapted_layout(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...
     return here, tuple(reasons)
 
 
-# --- the learning, once more ---------------------------------------------------------------------
+# --- the training, repeated ----------------------------------------------------------------------
 
 
 async def _replay(recording: _Recording) -> Replay:
@@ -315,10 +314,10 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
 
 
 async def _begin(run: Learning, recording: _Recording) -> str | None:
-    """Load the weights from which the steps are computed; returns how they differ from the recorded ones, or None."""
+    """Load the initial weights of the replay. Returns how they differ from the recorded ones, or None."""
     checkpoint = recording.checkpoint
     if checkpoint is None:
-        # The fingerprint of the weights that the run started from: they sampled the first groups.
+        # The fingerprint of the run's initial weights, which sampled the first groups.
         groups = recording.store.groups(0)
         found = (
             segment.fingerprint
@@ -354,7 +353,7 @@ def _load(run: Learning, checkpoint: Checkpoint) -> None:
 
 
 async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
-    """Do what `groupwise.training.loops.rl.take_step` does, without serving and recording."""
+    """Repeat `groupwise.training.loops.rl.take_step` without sampling and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
     groups = _trained_groups(recording, record)
     weights = run.algorithm.weights(groups)
@@ -373,7 +372,7 @@ async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep
 
 
 def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
-    """The groups that the step trained, in their order. Raises UsageError if their tokens were not kept."""
+    """The groups that the step trained, in order. Raises UsageError if their tokens were not kept."""
     by_draw = {group.draw: group for group in recording.store.groups(record.step)}
     groups = [by_draw[draw] for draw in record.draws]
     forgotten = any(

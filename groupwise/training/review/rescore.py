@@ -1,11 +1,11 @@
-"""`groupwise runs rescore`: what would other rewards have given to the completions that a run recorded?
+"""`groupwise runs rescore`: scores the recorded completions of a run with other rewards.
 
-The recorded completions are scored by the reward functions of a task file, or by functions named one by one, in the same killable workers
-as in training. The result compares both scores: totals per step, how far they agree, and the rollouts whose rank in their group changed,
-because training learns from the ranks within groups. The record is only read. The result is a pair of files in `results/`: the numbers as
-JSON, and the rollouts as JSON lines, written step by step, because those of a long run do not fit into memory.
+The reward functions come from a task file, or are named one by one; they run in the same killable workers as in training. The result
+compares both scores: totals per step, their agreement, and the rollouts whose rank in their group changed, because training learns from
+ranks within groups. The record is only read. The result is a pair of files in `results/`: the numbers as JSON, and the rollouts as JSON
+Lines, written step by step, because those of a long run do not fit into memory.
 
-Rewards see what was recorded: texts and columns as JSON keeps them, token ids if the run kept them (`run.keep_tokens`).
+Rewards receive the recorded data: texts and columns as JSON stores them, and token ids if the run kept them (`run.keep_tokens`).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from groupwise.training.config import LoadedConfig, load_config, with_task_schem
 FORMAT = 2
 KIND = "rescoring"
 ROWS = ".jsonl"
-"""Ending of the file with the rollouts, beside that with the numbers."""
+"""Suffix of the file with the rollouts, which is stored next to the one with the numbers."""
 SHOWN_REASONS = 3
-"""How many reasons for failures a result names; the most frequent ones."""
+"""Number of reasons for failures that a result names, most frequent first."""
 KEPT_REASONS = 20
-"""How many reasons are kept per step: a reason may quote a completion, and those of a long run do not fit into memory."""
+"""Number of reasons that are kept per step: a reason may quote a completion, and all those of a long run do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """One rollout with the old verdict and the new one."""
+    """One rollout with its old and its new score."""
 
     step: int
     draw: int
@@ -60,20 +60,21 @@ class Rescored:
     example: int
     completion: str
     old: float | None
-    """The recorded total; None unless it was scored."""
+    """The recorded total; None if the rollout was not scored."""
     new: float | None
     old_parts: dict[str, float | None]
     new_parts: dict[str, float | None]
     old_outcome: Outcome
     new_outcome: Outcome
     reason: str | None
-    """Why it could not be scored now."""
+    """Why it could not be scored now; None if it was."""
     old_rank: float | None = None
-    """Rank in its group among the rollouts that both scored, 1 for the best; ties share their mean rank."""
+    """Rank in its group among the rollouts with both scores; 1 is the best, and ties share their mean rank."""
     new_rank: float | None = None
     failed_rewards: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a new reward function has no value, by its name. If the whole call was cut off, only `reason` is set, and `new_parts` is
-    empty."""
+    """Name of a new reward function -> why it gave no value. If the whole call timed out, only `reason` is set, and `new_parts` is
+    empty.
+    """
 
     @property
     def moved(self) -> float:
@@ -85,26 +86,26 @@ class Rescored:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Old and new rewards of some rollouts."""
+    """Comparison of the old and new rewards of some rollouts."""
 
     rollouts: int
     scored: int
-    """Rollouts that both could score; all fields below are about these."""
+    """Number of rollouts with both scores; old, new, correlation, agreement and moved refer to these."""
     old: float | None
     new: float | None
     """Mean totals."""
     correlation: float | None
-    """Pearson's, over the rollouts; None where either has no spread."""
+    """Pearson's correlation over the rollouts; None if either side is constant."""
     agreement: float | None
-    """Share of pairs that both put in the same order, among the pairs within a group that at least one does not tie."""
+    """Of the pairs within a group that are not tied on both sides, the fraction that both sides order alike."""
     moved: int
-    """Rollouts whose rank in their group changed."""
+    """Number of rollouts whose rank in their group changed."""
     failed: int
-    """Rollouts that could not be scored now."""
+    """Number of rollouts that could not be scored now."""
     reasons: dict[str, int]
     """Most frequent failures with their number of rollouts, including those of rewards without weight."""
     unanswered: dict[str, int]
-    """Number of rollouts on which a new reward function failed, by its name; a call that was cut off counts for each function."""
+    """Name of a new reward function -> number of rollouts on which it failed; a call that timed out counts for every function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,11 @@ class Rescoring:
     steps: dict[int, Agreement]
     overall: Agreement
     path: Path
-    """The result file; a file of the same name holds the rollouts."""
+    """The result file; a file with the same stem contains the rollouts."""
 
     @property
     def rows_path(self) -> Path:
-        """JSON lines, one for each rollout."""
+        """The file with the rollouts: JSON Lines, one per rollout."""
         return self.path.with_suffix(ROWS)
 
     @property
@@ -132,7 +133,7 @@ class Rescoring:
 
     @property
     def exit_code(self) -> int:
-        """1 if a reward function failed on every rollout, or all of them together scored none."""
+        """1 if a reward function failed on every rollout, or if no rollout could be scored; otherwise 0."""
         nothing = 0 < self.overall.rollouts == self.overall.failed
         return 1 if self.broken or nothing else 0
 
@@ -170,9 +171,9 @@ def rescore(
     step: int | None = None,
     limit: int | None = None,
 ) -> Rescoring:
-    """Score recorded rollouts with the rewards of a task, or with rewards by name: `groupwise runs rescore`.
+    """Score recorded rollouts with the rewards of a task or with named rewards: the command `groupwise runs rescore`.
 
-    `overrides` change the run's config for the task; `limit` takes the last so many groups. Raises `UsageError`.
+    `overrides` change the run's config for the task; `limit` restricts scoring to the last so many groups. Raises `UsageError`.
     """
     if (task is None) == (not rewards):
         raise UsageError("Give either --task-module or --rewards: whose rewards are to judge?")
@@ -209,7 +210,7 @@ def rescore(
     return Rescoring(path.name, judge.weights, agreements, overall, result)
 
 
-# --- who judges ----------------------------------------------------------------------------------
+# --- the new rewards -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,7 @@ def _named_rubric(rewards: Sequence[str], answer_column: str | None) -> Rubric:
 
 
 def named_scorer(rewards: Sequence[str], answer_column: str | None) -> RubricScorer:
-    """The factory that reward workers call: functions by their names."""
+    """The factory that reward workers call for rewards by name."""
     return RubricScorer(_named_rubric(rewards, answer_column), _no_metrics)
 
 
@@ -279,7 +280,7 @@ def _no_metrics(*_: Any) -> dict[str, Any]:
 
 
 def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
-    """Raise TaskError if a function asks for what the record does not have."""
+    """Raise TaskError if a function needs data that the record does not have."""
     for group in groups:
         judge.rubric.check_rows({group.example.index: group.example.columns})
     forgotten = any(
@@ -321,7 +322,7 @@ async def _rescore_steps(
     max_steps: int,
     file: BinaryIO,
 ) -> dict[int, _Tally]:
-    """Score the rollouts again and write them to `file`, step by step; returns a tally of each step."""
+    """Score the rollouts again and write them to `file`, step by step. Returns a tally of each step."""
     tallies: dict[int, _Tally] = {}
     try:
         for step, draws in chosen.items():
@@ -346,9 +347,9 @@ async def _rescore_steps(
 
 
 def _before_scoring(group: Group) -> tuple[Group, Group]:
-    """The rollouts of a group that can be judged, as recorded and as if they had never been judged.
+    """The rollouts of a group that can be scored: as recorded, and with their scores removed.
 
-    Rollouts that failed in an environment are left out: they never reached their end.
+    Rollouts that failed in an environment are left out, because they never reached their end.
     """
     kept = [rollout for rollout in group.rollouts if _can_be_judged(rollout)]
     blank = [
@@ -387,7 +388,7 @@ def _old_and_new(step: int, old: Group, new: Group | None) -> list[Rescored]:
     ]
 
 
-# --- old beside new ------------------------------------------------------------------------------
+# --- comparison of old and new -------------------------------------------------------------------
 
 
 def _both(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
@@ -395,7 +396,7 @@ def _both(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
 
 
 def _with_ranks(group: Sequence[Rescored]) -> list[Rescored]:
-    """The rollouts of a group with their places."""
+    """The rollouts of a group with their ranks."""
     pairs = _both(group)
     old, new = [x for x, _ in pairs], [y for _, y in pairs]
     return [
@@ -413,22 +414,22 @@ def _rank(value: float, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """A step's contribution to the overall result: sums and squares instead of its rollouts."""
+    """A step's contribution to the overall result: sums and squares, so that its rollouts need not be kept."""
 
     rollouts: int
     moved: int
     failed: int
     scored: int
     sums: tuple[float, float]
-    """Sums of the old and the new totals, over rollouts that both could score."""
+    """Sums of the old and of the new totals, over rollouts with both scores."""
     squares: tuple[float, float, float]
-    """Sums of squares of old and of new, and sum of their products, about the means."""
+    """Sums of squares of the old and of the new totals and sum of their products, all about the step's means."""
     lowest: tuple[float, float]
     highest: tuple[float, float]
     pairs: int
-    """Pairs that at least one of the two does not tie."""
+    """Number of pairs that are not tied on both sides."""
     alike: int
-    """Number of these pairs that both put in the same order."""
+    """Number of these pairs that both sides order alike."""
     reasons: dict[str, int]
     unanswered: dict[str, int]
 
@@ -443,7 +444,7 @@ def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally
     old, new = [x for x, _ in both], [y for _, y in both]
     mean_old, mean_new = (fmean(old), fmean(new)) if both else (0.0, 0.0)
     alike = [each for group in groups for each in _ordered_alike(group)]
-    # Why a rollout was not scored; if it was, why a reward without weight failed.
+    # The reason why a rollout was not scored; if it was, the reasons why rewards without weight failed.
     reasons: Counter[str] = Counter()
     for row in rows:
         reasons.update(row.failed_rewards.values() if row.reason is None else (row.reason,))
@@ -507,9 +508,9 @@ def _means(tallies: Sequence[_Tally], scored: int) -> tuple[float, float]:
 
 
 def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
-    """Pearson's correlation over all steps; None if either side has no spread.
+    """Pearson's correlation over all steps; None if either side is constant.
 
-    A step contributes its squares about its own mean, and its mean's distance from the overall mean.
+    Each step contributes its squares about its own mean, and the distance of its mean from the overall mean.
     """
     spread = [
         max(each.highest[side] for each in tallies) > min(each.lowest[side] for each in tallies)
@@ -528,7 +529,7 @@ def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
 
 
 def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
-    """Yield for each pair of a group that at least one does not tie: whether both order it alike."""
+    """For each pair of a group that is not tied on both sides, whether both sides order it alike."""
     for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
         before, after = _sign(x_old - y_old), _sign(x_new - y_new)
         if before or after:

@@ -1,8 +1,8 @@
-"""A file that lighteval loads beside its own tasks, in its own environment: only the standard library is sure to be there.
+"""A file that lighteval loads as custom tasks, in lighteval's own environment: it may only use the standard library.
 
-It adds no task. It notes which releases are at work, which lighteval does not tell, and takes from the tasks their own limit of tokens:
-lighteval would send it beside the one that was asked for (`max_tokens` and `max_completion_tokens`), of which some services take the
-wrong one and others neither.
+It adds no task. It records the installed releases, which lighteval does not report, and removes the tasks' own token limits: lighteval
+would send them in addition to the requested limit (`max_tokens` and `max_completion_tokens`), and some services use the wrong one or
+reject both.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 from importlib import metadata
 
 VARIABLE = "GROUPWISE_SUITE_RELEASES"
-"""The environment variable that names the file to write."""
+"""The environment variable with the path of the file to write."""
 PACKAGES = ("lighteval", "litellm")
 LIMITED = ("math_500", "gpqa", "lcb.main")
-"""Modules whose tasks have a limit of their own."""
+"""Modules whose tasks have their own token limit."""
 
 TASKS_TABLE: list[object] = []
 

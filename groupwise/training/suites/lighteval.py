@@ -1,13 +1,13 @@
-"""The suites by name, and lighteval, the separate program that runs them: how to find it, its command, and its results.
+"""The named suites and lighteval, the separate program that runs them: how to find it, its command, and its results.
 
-Its traps, and what is done about them:
+Pitfalls of lighteval, and the remedies:
 
-    an answer that does not come     it counts as a wrong one, and the program ends well: its log is searched, and the suite fails
-    answers kept from earlier        litellm keeps them in the folder it stands in, lighteval at home, by the model's name: each suite gets
-                                     a folder of its own for both, so that no checkpoint is given another one's marks
-    `o1` anywhere in a model's name  temperature and limits would be left out: such a name is refused
-    how many questions there were    it does not say: the file with every answer does
-    its release                      likewise: see `inside_lighteval`
+    a missing answer                 it counts as wrong, and the program succeeds: so its log is searched, and the suite fails
+    cached answers                   litellm caches them in the current folder, lighteval in the home folder, both by the model's name: so
+                                     each suite has its own folder for both, and no checkpoint gets the marks of another one
+    `o1` in a model's name           temperature and limits would be omitted: such a name is refused
+    the number of questions          lighteval does not report it; the file with all answers contains it
+    lighteval's release              not reported either: see `inside_lighteval`
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from groupwise.training.suites import inside_lighteval
 
 PROGRAM = "lighteval"
 PROGRAM_VARIABLE = "GROUPWISE_LIGHTEVAL"
-"""The environment variable with the command that runs it."""
+"""The environment variable with the command that runs lighteval."""
 PACKAGES = ("lighteval[litellm]==0.13.0", "huggingface_hub<2", "xxhash<4")
-"""The packages to install: newer releases of the last two, which its own pins allow, break it."""
+"""The packages to install. Newer releases of the last two break lighteval, although its own pins allow them."""
 MODEL, OUTPUT, RELEASES = "model.yaml", "out", "releases.json"
 UNANSWERED = b"eturning empty response"
-"""Its log line for each request that it gives up."""
+"""Part of lighteval's log line for each request that it gives up."""
 UNASKABLE = "o1"
 CLOSE = 1e-6
-"""Tolerance between the mean of the single marks and the reported value."""
+"""Tolerance between the mean of the individual marks and the reported value."""
 
 
 ALL = "all"
@@ -47,14 +47,14 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A suite that has a name here. Its value is the share of right answers, `pass@1`, whatever lighteval calls it."""
+    """A named suite. Its value is the fraction of right answers, `pass@1`, whatever lighteval's name for it."""
 
     task: str
-    """Its task in lighteval 0.13."""
+    """The name of the task in lighteval 0.13."""
     metric: str
-    """Name of its share of right answers there, without the parameters that may follow it."""
+    """lighteval's name for the fraction of right answers, without the parameters that may follow it."""
     repeatable: bool = True
-    """False if lighteval takes only one answer to each question, as for code, though its metric says 16."""
+    """False if lighteval takes only one answer per question, as for code, although its metric's name says 16."""
 
 
 SUITES = {
@@ -70,16 +70,16 @@ SUITES = {
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """The service to ask, and how to ask it."""
+    """The service to ask, and the parameters of the requests."""
 
     base_url: str
     model: str
     samples: int = 1
-    """Answers to each question."""
+    """Number of answers per question."""
     temperature: float = 0.0
     top_p: float | None = None
     max_new_tokens: int = 32768
-    """Longest answer: the limit that lighteval's own tasks have."""
+    """Longest answer in tokens; the default is the limit of lighteval's own tasks."""
     concurrency: int = 16
     timeout: float = 900.0
     """Seconds for one request."""
@@ -111,7 +111,7 @@ class Marks:
 
     value: float
     stderr: float | None
-    """lighteval's own; None for a single question."""
+    """The standard error that lighteval reports; None for a single question."""
     scores: dict[str, float]
     """The mark of each question, by its number in the dataset."""
     version: int | None
@@ -121,7 +121,7 @@ class Marks:
 
 
 def chosen_suites(names: Sequence[str], samples: int = 1) -> tuple[str, ...]:
-    """The names with `all` spelt out, each once. Raises UsageError for unknown names, and for more samples than a suite takes."""
+    """The names without duplicates, with `all` replaced by all suites. Raises UsageError for unknown names, and for too many samples."""
     wanted = dict.fromkeys(
         one for name in names for one in (SUITES if name == ALL else (name,))
     )  # in the order given
@@ -141,7 +141,7 @@ def chosen_suites(names: Sequence[str], samples: int = 1) -> tuple[str, ...]:
 
 
 def find_program(given: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command that runs lighteval: given, from the environment, or its name. Raises a UsageError that says how to get it."""
+    """The command that runs lighteval: given, from the environment, or by its name. Raises a UsageError that explains the installation."""
     words = tuple(given) or tuple(shlex.split(os.environ.get(PROGRAM_VARIABLE, ""))) or (PROGRAM,)
     found = shutil.which(words[0])
     if found is None:
@@ -160,7 +160,7 @@ def find_program(given: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def command(program: Sequence[str], suite: Suite, asking: Asking, folder: Path) -> list[str]:
-    """The words that run a suite in `folder`."""
+    """The command line that runs a suite in `folder`."""
     times = f"@k=1@n={asking.samples}" if suite.repeatable else ""
     limit = () if asking.max_questions is None else ("--max-samples", str(asking.max_questions))
     return [
@@ -171,7 +171,7 @@ def command(program: Sequence[str], suite: Suite, asking: Asking, folder: Path) 
 
 
 def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
-    """The content of its YAML file about the model."""
+    """The content of lighteval's YAML file about the model."""
     generation = {
         "temperature": asking.temperature,
         "top_p": asking.top_p,
@@ -184,7 +184,8 @@ def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
             "base_url": asking.base_url,
             "concurrent_requests": asking.concurrency,
             "timeout": asking.timeout,
-            "max_model_length": asking.max_new_tokens,  # without it OpenRouter would be asked
+            # Otherwise lighteval would ask OpenRouter for it.
+            "max_model_length": asking.max_new_tokens,
             "cache_dir": str(folder / "cache"),
             "generation_parameters": {k: v for k, v in generation.items() if v is not None},
         }
@@ -192,7 +193,7 @@ def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
 
 
 def environment(key: str | None, folder: Path) -> dict[str, str]:
-    """Variables that it needs besides this process's environment. Without a key it gets a placeholder: the client insists on one."""
+    """Variables for lighteval, added to this process's environment. The client requires a key, so a missing one becomes a placeholder."""
     return {
         "OPENAI_API_KEY": key or "none",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -202,7 +203,7 @@ def environment(key: str | None, folder: Path) -> dict[str, str]:
 
 
 def prepare(asking: Asking, folder: Path) -> None:
-    """Write the model file into its folder."""
+    """Write the model file into the suite's folder."""
     atomic_files.write_json(folder / MODEL, model_file(asking, folder))
 
 
@@ -243,13 +244,13 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
 
 
 def tidy(folder: Path) -> None:
-    """Delete its caches of answers; those in its result stay."""
+    """Delete the caches of answers; the result keeps its own copies."""
     for name in ("cache", ".litellm_cache"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def details(folder: Path) -> Path:
-    """Its file with every answer. Raises ValueError unless there is exactly one."""
+    """The file with all answers. Raises ValueError unless there is exactly one."""
     (file,) = (folder / OUTPUT / "details").rglob("details_*.parquet")
     return file
 
@@ -275,5 +276,5 @@ def _scores(folder: Path, metric: str) -> dict[str, float]:
 def _releases(folder: Path) -> dict[str, str]:
     try:
         return json.loads((folder / RELEASES).read_bytes())
-    except (OSError, ValueError):  # another release may not load the file
+    except (OSError, ValueError):  # another release of lighteval may not load our file
         return {}

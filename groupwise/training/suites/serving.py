@@ -1,10 +1,10 @@
-"""Serves weights while suites ask them: starts the user's command, waits for the server, and ends it with all its processes.
+"""Serves weights while suites run: starts the user's command, waits for the server, and ends it with all its processes.
 
     [vllm, serve, "{merged}", --host, 127.0.0.1, --port, "{port}", --tensor-parallel-size, "{gpus}"]
 
-Words in braces are filled in: `{policy}` the folder with the weights (an adapter, where one was trained), `{merged}` a folder with the
-whole model, `{base}` the name of the model that was trained, `{port}` a free port of this machine, `{gpus}` how many GPUs the model
-wants. What costs something (`{merged}`, `{gpus}`) is only made where it is asked for.
+Placeholders are filled in: `{policy}` with the folder of the weights (an adapter, if one was trained), `{merged}` with a folder of the
+whole model, `{base}` with the name of the base model, `{port}` with a free port of this machine, `{gpus}` with the number of GPUs that
+the model needs. The costly ones (`{merged}`, `{gpus}`) are only computed if the command contains them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PORT = "{port}"
 WEIGHTS = ("{policy}", "{merged}")
 PLACES = (*WEIGHTS, "{base}", PORT, "{gpus}")
 A_GPU = 30_000_000_000
-"""Parameters that one GPU of 80 GB takes: 60 GB in bfloat16, and room for keys and values."""
+"""Number of parameters that fit on one GPU of 80 GB: 60 GB in bfloat16, and room for keys and values."""
 ENOUGH = 0.95
-"""Share of an adapter's change that must survive the rounding of a merged model; below it, a warning is logged."""
+"""Fraction of an adapter's change that must survive the rounding of a merged model; below it, a warning is logged."""
 LOOK = 0.2
 """Seconds between two requests to a starting server."""
 ANSWER_LIMIT = 10.0
-"""Seconds in which it must answer which models it serves."""
+"""Seconds that the server has to answer which models it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class Weights:
 
     folder: Path
     run: Path | None
-    """The run that made them; None if it is not known."""
+    """The run that trained the weights; None if unknown."""
 
     @staticmethod
     def of(folder: Path, run: Path | None = None) -> Weights:
-        """The weights in a folder; if it is inside a run's folder, they are of that run."""
+        """The weights in a folder. If it is inside a run's folder, they belong to that run."""
         above = (each for each in folder.resolve().parents if (each / RECORD).is_file())
         return Weights(folder, run or next(above, None))
 
     def base(self) -> ModelConfig:
-        """The model that was trained."""
+        """The base model that was trained. Raises UsageError if the run is unknown."""
         if self.run is None or not (self.run / CONFIG).is_file():
             raise UsageError(
                 f"{self.folder} belongs to no run, so it is not known which model it was trained on: {{base}}, and of an adapter "
@@ -65,12 +65,12 @@ class Weights:
         return recorded_base(read_config(self.run)["model"])
 
     def whole(self) -> ModelConfig:
-        """The model as it is without a trained adapter: that of the run, or the weights themselves."""
+        """The whole model, for its size: the base model of an adapter, otherwise the weights themselves."""
         return self.base() if is_adapter(self.folder) else ModelConfig(name=str(self.folder))
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise UsageError for a command that could serve no policy here."""
+    """Raise UsageError for a command that could not serve a policy here."""
     if not any(PORT in word for word in words):
         raise UsageError(f"the command that serves does not say {PORT}, where it is to answer.")
     if not any(place in word for word in words for place in WEIGHTS):
@@ -91,9 +91,9 @@ def served(
     api_key_env: str,
     time_limit: float,
 ) -> Generator[tuple[Family, str, str]]:
-    """The server's processes, its URL, and the model to ask for; `folder` gets its log, and a merged model while it is needed.
+    """The server's processes, its URL, and the model's name in requests. `folder` gets the log and, temporarily, a merged model.
 
-    Raises RunError where the server ends, or does not answer within `time_limit` seconds.
+    Raises RunError if the server ends, or does not answer within `time_limit` seconds.
     """
     port = free_port()
     try:
@@ -121,10 +121,10 @@ def _fill_placeholders(word: str, weights: Weights, folder: Path, port: int) -> 
 
 
 def _merged_weights(weights: Weights, into: Path) -> Path:
-    """The whole model in a folder: the adapter added to its base, or the weights as they are."""
+    """Folder of the whole model: the adapter merged into its base, or the weights unchanged."""
     if not is_adapter(weights.folder):
         return weights.folder.resolve()
-    if into.is_dir():  # a second word asks for it
+    if into.is_dir():  # another word of the command has asked for it already
         return into.resolve()
     from groupwise.engine.models.export import stored_tokenizer, write_merged
     from groupwise.engine.models.tokenizer import load_tokenizer
@@ -148,14 +148,14 @@ def _merged_weights(weights: Weights, into: Path) -> Path:
 def _gpus(weights: Weights) -> int:
     from groupwise.engine.models.plan import all_parameters
 
-    # One for each begun 30 billion parameters (a smaller model fits one of 80 GB), rounded up to a power of two, which divides the
-    # attention heads of nearly every model, as tensor parallelism needs.
+    # One GPU per started 30 billion parameters (a smaller model fits on one of 80 GB), rounded up to a power of two, because tensor
+    # parallelism needs a divisor of the attention heads and a power of two divides those of nearly every model.
     count = all_parameters(weights.whole()) // A_GPU + 1
     return 1 << (count - 1).bit_length()
 
 
 def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
-    """Wait for the server's models. While it is loading, it refuses connections or answers with an error."""
+    """Wait until the server reports its models. While it loads, it refuses connections or answers with an error."""
     deadline = time.monotonic() + seconds
     while True:
         if family.ended:
@@ -182,7 +182,7 @@ async def _models(endpoint: Endpoint) -> tuple[str, ...]:
 
 
 def _choose_model(names: Sequence[str], name: str | None) -> str:
-    """The requested model, if the server has it; without a request, the only one that it has."""
+    """The requested model, if the server has it; without a request, the server's only model."""
     if name is not None:
         if names and name not in names:
             raise RunError(f"The server has no model {name!r}. It has: {', '.join(names)}.")
