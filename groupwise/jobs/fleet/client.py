@@ -104,9 +104,9 @@ class FleetClient:
     ) -> None:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
-        `patience`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. An upload
-        that another client has started too may make no progress for that long. `tell` is called when the fleet stops answering, when
-        it answers again, and when an answer is late; without it these messages are logged as warnings.
+        `patience`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A file
+        that another client is uploading too may make no progress for that long. `tell` is called when the fleet stops answering, when it
+        answers again, and when an answer is late; without it these messages are logged as warnings.
         """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
@@ -555,7 +555,7 @@ class FleetClient:
 
     def _patiently(self, method: str, path: str, **more: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
-        hurried = "content" not in more  # an upload takes time to send, so a late answer is no sign of a hang
+        hurried = "content" not in more  # sending an upload may take long
         return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **more))
 
     def _answer(

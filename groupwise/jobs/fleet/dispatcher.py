@@ -459,7 +459,7 @@ class GlobalJobDispatcher:
             log.debug("%s is not reconciled: %s", machine.vm_id, error)
         except RunError as error:
             log.warning("%s is not reconciled: %s", machine.vm_id, error)
-        except Exception:  # a row written by hand must not keep the other machines from being reconciled
+        except Exception:  # a row written by hand must not keep others from being reconciled
             log.exception("%s is not reconciled", machine.vm_id)
 
     async def _deal_with_strays(
