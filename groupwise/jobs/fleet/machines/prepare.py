@@ -1,23 +1,23 @@
 """`groupwise fleet vm prepare`: gives a machine a Python environment with groupwise in it.
 
-        plan      here: the lock, the wheels, the interpreters to try; its hash names the environment
-        provide   files that the machine lacks are sent by hash, as those of jobs are
-        launch    `builder.py` as the command of one attempt, which runs independently from then on
-        follow    the build's log is printed while it works; a lost connection is made again
-        take in   the builder's `result.json` is read; the caller then writes the interpreter into the machine's row
+    plan      here: the lock, the wheels, the interpreters to try; its hash names the environment
+    provide   files that the machine lacks are sent by hash, as those of jobs are
+    launch    `builder.py` as the command of one attempt, which runs independently from then on
+    follow    the build's log is printed while it works; a lost connection is made again
+    take in   the builder's `result.json` is read; the caller then writes the interpreter into the machine's row
 
-    The build uses the machine's runner with a separate root (`environments/builds` in the machine's folder). It therefore has the
-    guarantees of jobs, and yet is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
-    becomes part of a shell command, and secrets are sent separately from the spec.
+The build uses the machine's runner with a separate root (`environments/builds` in the machine's folder). It therefore has the
+guarantees of jobs, and yet is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
+becomes part of a shell command, and secrets are sent separately from the spec.
 
-    A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build continues there; the next
-    `prepare` follows it from its first line, or finds it made. A build that was killed there leaves half an environment, which the next one
-    removes.
+A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build continues there; the next
+`prepare` follows it from its first line, or finds it made. A build that was killed there leaves half an environment, which the next one
+removes.
 
-    Pruning spares environments that were made or found within the last hour, before it reads which environments the rows name. So an
-    environment is not removed before its row names it. If that takes longer, such as after a night in which nothing ran here, the
-    environment is checked once more.
-    """
+Pruning spares environments that were made or found within the last hour, before it reads which environments the rows name. So an
+environment is not removed before its row names it. If that takes longer, such as after a night in which nothing ran here, the
+environment is checked once more.
+"""
 
 from __future__ import annotations
 
