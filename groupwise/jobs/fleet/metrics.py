@@ -1,7 +1,7 @@
-"""Prometheus metrics of a fleet, made of the document that `groupwise fleet status` shows.
+"""Prometheus metrics of a fleet, made from the document of `groupwise fleet status`.
 
-What to watch: `groupwise_fleet_alarms` by kind (any above 0 wants attention), `groupwise_fleet_jobs` by status, the share of GPUs that are
-free while jobs are pending, and the seconds since the last heartbeat of each role, which every fleet has a series for.
+Metrics to watch: `groupwise_fleet_alarms` by kind (any above 0 needs attention), `groupwise_fleet_jobs` by status, the share of GPUs that
+are free while jobs are pending, and the seconds since the last heartbeat of each role, for which every fleet has a series.
 """
 
 from __future__ import annotations

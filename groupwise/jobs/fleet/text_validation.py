@@ -1,8 +1,9 @@
 """Validation of texts: what a database can store, JSON can carry and a program can receive as an argument.
 
-Two things cannot be passed on: NUL, which ends a string for PostgreSQL and for every program, and lone surrogates, which Python makes of
-bytes that are not UTF-8 (an argument or a file name in another encoding). A submitter of such a text learns where it is. Rows written by
-hand may hold them all the same, and infinite numbers, which JSON cannot express either: `json_safe` replaces them by what can be shown.
+Two things cannot be passed on: NUL, which ends a string for PostgreSQL and for every program, and lone surrogates, into which Python
+decodes bytes that are not UTF-8 (an argument or a file name in another encoding). The refusal of such a text states its position. Rows
+written by hand may hold them all the same, and infinite numbers, which JSON cannot express either: `json_safe` replaces them by displayable
+values.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def require_passable(*names: str, **given: Any) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """A document as JSON can say it: null for NaN and infinities, `?` for half a character."""
+    """Replace values that JSON cannot express: NaN and infinities by null, lone surrogates by `?`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
