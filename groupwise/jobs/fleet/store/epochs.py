@@ -46,7 +46,7 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
             {"seen": seen},
         )
     else:
-        # Only useful if the table has the row; the first attempt creates it.
+        # The row exists only once SQLite has numbered the first attempt; else it is inserted below.
         raised = text(
             "UPDATE sqlite_sequence SET seq = :seen WHERE name = 'attempts' RETURNING seq"
         )
