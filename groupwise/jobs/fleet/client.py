@@ -63,7 +63,7 @@ WAIT_SECONDS = 20.0
 UPLOAD_PIECE = 16 * PIECE
 FILE_BUSY = "file_busy"
 OTHERS_PAUSE = 1.0
-"""Seconds between two looks at a file that another client is sending too."""
+"""Seconds between two checks of a file that another client is sending too."""
 OTHERS_REST = 5.0
 """Seconds without progress on such a file, after which this client continues the upload itself."""
 MOST_HASHES = 10_000

@@ -434,7 +434,7 @@ class GlobalJobDispatcher:
     # Reconciling
 
     async def reconcile(self) -> None:
-        """Look at all machines for jobs that no dispatcher drives."""
+        """Check all machines for attempts that no dispatcher drives."""
         machines, names = await self._gateway.look(
             lambda s: (records.machines(s), records.names(s))
         )

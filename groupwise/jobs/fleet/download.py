@@ -1,4 +1,4 @@
-"""Downloads the outputs of a job into a local folder, in the same way from a local fleet and from one behind its API.
+"""Downloads the outputs of a job into a local folder, in the same way from a local fleet and over its HTTP API.
 
 The fleet lists the files, path → sha256, mode and size (`Source.artefacts`, `Source.checkpoints`), and serves the bytes of each file from
 a given offset. The local folder is checked first: files that already match are kept, and if others are in the way, nothing is fetched

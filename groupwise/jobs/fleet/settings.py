@@ -66,7 +66,7 @@ def _is_nats(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # no number where the port should be
+    except ValueError:  # the port is no number
         return False
 
 

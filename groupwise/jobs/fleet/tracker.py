@@ -44,7 +44,7 @@ LAST_LINES = 20
 UNCUT = 80
 """Texts of up to this many characters are not cut; an id may be this long."""
 INTERVAL = 1.0
-"""Seconds between two looks at the events."""
+"""Seconds between two reads of the events."""
 READ = 1000
 """Events that are read at once."""
 MOST_UNTOLD = 10_000

@@ -319,7 +319,7 @@ class Drive:
             self._backoff.reset()
             return True
         limit = self._deps.pauses.idle
-        if effects:  # they have changed nothing yet: look again soon, with a growing pause
+        if effects:  # they have changed nothing yet: check again soon, with a growing pause
             limit = self._backoff.next()
         await wait_at_most(limit, self._news)
         return True

@@ -88,7 +88,7 @@ class Gateway:
         return await self._through(name, lambda: asyncio.to_thread(fn))
 
     def host(self, host: Host) -> Host:
-        """The machine behind this gateway: each request is an effect, named by its verb."""
+        """Wrap the connection to a machine: each request becomes an effect, named by its verb."""
         return _Watched(host, self)
 
     async def _through(self, name: str, effect: Callable[[], Awaitable[T]]) -> T:

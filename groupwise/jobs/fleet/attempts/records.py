@@ -46,7 +46,7 @@ AHEAD = 5.0
 ADOPTED_AT_ONCE = 200
 """Attempts adopted at once. The rest is left to other dispatchers, or to the next round."""
 NO_PROBE = ("true",)
-"""The probe command of a caller that only wants to know about attempts."""
+"""The probe command of a caller that only needs the attempts: it reads no GPUs."""
 WAITS = "waits"
 """Key in a member's handle: the reason why it waits in the queue of its engine."""
 GONE_IN_A_ROW = 3

@@ -3,8 +3,8 @@ machine.
 
 Refusals by the control machine never reached a runner: it lacks something that no other machine could provide either. So no machine is to
 blame for them, and no other one would do better. All others are refusals by a runner.
-
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """One long poll for each machine, shared by all attempts that are driven there.
 
 A controller asks the machine itself when it needs to know something; a `Watch` notifies it of changes. It keeps one `wait` request open per
-machine that names every attempt of which news may come, and passes each state to its listener. A `wait` also resets the runner's deadman.
+machine that names every attempt that may change, and passes each state to its listener. A `wait` also resets the runner's deadman.
 So an attempt is named only while its controller has recorded in the database that the machine answers (`hearing`): the deadman of an
 attempt on a machine recorded as silent keeps running, no matter how many of our requests still reach it.
 

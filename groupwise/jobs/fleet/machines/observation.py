@@ -70,7 +70,7 @@ def apply(
     *,
     look_seconds: float | None = None,
 ) -> bool:
-    """Record an observation requested at `asked_at`. Returns False if a newer one is stored, or the machine's observations are not wanted.
+    """Record an observation requested at `asked_at`. Returns False if a newer one is stored, or the machine has left or is barred.
 
     `look_seconds`: seconds until the next observation, if the poller keeps to an interval.
     """

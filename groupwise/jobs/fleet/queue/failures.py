@@ -32,7 +32,7 @@ class Budget:
 BUDGETS: Mapping[FailureClass, Budget] = {
     FailureClass.GPU_OOM: Budget(charged=True, most=1),
     FailureClass.HOST_OOM: Budget(charged=True),
-    FailureClass.GPU_FAULT: Budget(charged=False, most=4),  # on other GPUs, where there are any
+    FailureClass.GPU_FAULT: Budget(charged=False, most=4),  # on other GPUs, if there are any
     FailureClass.NETWORK: Budget(charged=False, most=5),
     FailureClass.PREEMPTION: Budget(charged=False),
     FailureClass.REBOOT: Budget(charged=True),

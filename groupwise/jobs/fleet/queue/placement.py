@@ -80,7 +80,7 @@ class Machine:
     """Starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
 
     def gives_gpus_for(self, resources: Resources) -> bool:
-        """True if the job wants GPUs and gets them from the machine itself."""
+        """True if the job requests GPUs and gets them from the machine itself."""
         return self.engine is None and resources.gpu_count > 0
 
 
@@ -385,7 +385,7 @@ def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
 def _too_few(
     resources: Resources, fitting: Sequence[MachineGPU], free: Sequence[MachineGPU], held: Held
 ) -> str:
-    """The reason if fewer GPUs are free than wanted."""
+    """The reason if fewer GPUs are free than requested."""
     held_by = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
     withheld = f"; GPUs are kept for {', '.join(held_by)}, waiting for long" if held_by else ""
     if resources.named:

@@ -115,7 +115,7 @@ class Beyond(_Strict):
         return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch, self.retry.once)
 
     def manifest(self) -> dict[str, FileEntry]:
-        """Its files, as a spec has them."""
+        """Its files in the form of a spec."""
         return {path: FileEntry(*entry) for path, entry in self.files.items()}
 
 
@@ -172,7 +172,7 @@ class JobRequest(Beyond):
         return self
 
     def columns(self) -> dict[str, Any]:
-        """The columns that it says something of."""
+        """The columns that the request sets."""
         columns_set = self.model_dump(
             mode="json",
             exclude_none=True,
@@ -181,7 +181,7 @@ class JobRequest(Beyond):
         return {"job_type": COMMAND if self.arguments else "GRPO", **columns_set}
 
     def digest(self) -> str:
-        """The same for requests that say the same."""
+        """Hash that is equal for equal requests."""
         text = json.dumps([self.columns(), self.document()], sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -63,7 +63,7 @@ class Resources(FailFast, BaseModel):
     """An environment that an operator has named for the machine; admission says so of training kinds, which need Groupwise there."""
 
     def settled(self, gpus_by_default: int) -> Resources:
-        """The same, with nothing left open."""
+        """A copy in which the number of GPUs is set."""
         if self.gpus is not None:
             return self
         wants_one = bool(self.gpu_model or self.gpu_memory_mb or self.share_mb)
@@ -77,11 +77,11 @@ class Resources(FailFast, BaseModel):
         return self.gpus
 
     def as_json(self) -> dict[str, Any]:
-        """The canonical form: what is as it is by default is left out."""
+        """The canonical form, without default values."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def shape(self, project: str) -> str:
-        """The same for jobs of the project that need the same."""
+        """Hash that is equal for jobs of the project with equal resources."""
         text = json.dumps([project, self.as_json()], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 

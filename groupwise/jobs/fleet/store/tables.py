@@ -289,9 +289,9 @@ class Job(Base):
     """Attempts of this generation that followed a failure."""
     failure_reason: Mapped[str | None] = mapped_column(Text)
     assigned_vm: Mapped[str | None] = mapped_column(Text)
-    """GPU index of rank 0 of the newest attempt."""
+    """The machine of rank 0 of the newest attempt."""
     gpu_index: Mapped[int | None] = mapped_column(Integer)
-    """The first GPU of rank 0 of the newest attempt."""
+    """Index of the first GPU of rank 0 of the newest attempt."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
     start_time: Mapped[datetime | None] = mapped_column(Moment)
     end_time: Mapped[datetime | None] = mapped_column(Moment)

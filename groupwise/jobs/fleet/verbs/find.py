@@ -22,7 +22,7 @@ Columns = TypeVarTuple("Columns")
 MOST_NAMES = 20
 """Maximum names that a refusal lists."""
 NEAR = 200
-"""Newest jobs among which a misspelt id is looked for."""
+"""Number of newest jobs that are searched for an id similar to a misspelt one."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 """Index of a GPU; longer ones exist in no column."""
 

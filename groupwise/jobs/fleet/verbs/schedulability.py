@@ -19,10 +19,10 @@ from groupwise.jobs.fleet.store.tables import GPU, VM
 from groupwise.jobs.fleet.verbs.find import which_there_are
 
 MOST_COMPARED = 20
-"""Most wishes of one submission for which similar names are looked up: each takes a moment."""
+"""Maximum of different requirements in one submission for which similar names are searched, since that is slow."""
 
 Wish = tuple[str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...]]
-"""Machine, labels, model of GPU, GPUs by name."""
+"""What a job requires: machine, labels, GPU model, GPUs by index or UUID."""
 _Unmet = tuple[str, str, Sequence[str], str]
 """The unmet requirement in words; a name (if any), the existing names, and the verb that adds more."""
 
