@@ -53,9 +53,9 @@ from groupwise.jobs.hosts.spec import FileEntry
 Document = dict[str, Any]
 TRIES = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds between tries; doubled, and drawn below that."""
+"""First and longest pause in seconds between tries: the bound doubles, and the pause is drawn at random below it."""
 CONNECTED = 10.0
-"""Seconds for a connection."""
+"""Time limit in seconds for opening a connection."""
 PROMPT = 15.0
 """Seconds without an answer after which the user is informed, and the request is sent again with its full time limit."""
 WAIT_SECONDS = 20.0
@@ -220,15 +220,15 @@ class FleetClient:
         return self._changed_all("cancel", ids, reason=reason)
 
     def hold_all(self, ids: Sequence[str]) -> list[Document]:
-        """`hold` for many, answered as `cancel_all`."""
+        """`hold` for many; returns the same as `cancel_all`."""
         return self._changed_all("hold", ids)
 
     def release_all(self, ids: Sequence[str]) -> list[Document]:
-        """`release` for many, answered as `cancel_all`."""
+        """`release` for many; returns the same as `cancel_all`."""
         return self._changed_all("release", ids)
 
     def retry_all(self, ids: Sequence[str]) -> list[Document]:
-        """`retry` for many, answered as `cancel_all`; sent once."""
+        """`retry` for many; returns the same as `cancel_all`. Sent once."""
         return self._changed_all("retry", ids, tries=1)
 
     def _changed_all(
@@ -433,7 +433,7 @@ class FleetClient:
                     if not answer.is_success:
                         answer.read()
                         raise self._refusal(answer)
-                    skip = offset if answer.status_code == 200 else 0  # a proxy may know no ranges
+                    skip = offset if answer.status_code == 200 else 0  # a proxy may ignore ranges
                     for data in answer.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
@@ -496,7 +496,7 @@ class FleetClient:
         return self._json("POST", f"/vms/{_part(vm_id)}/lost")
 
     def remove(self, vm_id: str) -> Document:
-        """Take it out of the fleet."""
+        """Remove it from the fleet."""
         return self._json("POST", f"/vms/{_part(vm_id)}/remove")
 
     def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
@@ -548,7 +548,7 @@ class FleetClient:
         """Events with higher numbers than `after`, the oldest first."""
         return self._json("GET", "/events", query={"after": after, "limit": limit})
 
-    # Asking
+    # Sending requests
 
     def _json(self, method: str, path: str, **more: Any) -> Any:
         return self._answer(method, path, **more).json()
@@ -632,7 +632,7 @@ class FleetClient:
         except (
             httpx2.InvalidURL,
             ValueError,
-        ) as error:  # too long a name; a number that JSON lacks
+        ) as error:  # a name that is too long; a number that JSON lacks
             raise UsageError(f"{method} {path[:80]} cannot be sent: {error}.") from error
         except httpx2.TransportError as error:
             raise self._away(method, path, error) from error
@@ -722,7 +722,7 @@ def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
 
 
 def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """Why the certificate of the API was refused, if that is what went wrong."""
+    """The certificate error that caused a failed request; None: it had another cause."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error

@@ -90,7 +90,7 @@ class Rhythm:
     reconcile: float = 60.0
     clear: float = 600.0
     after_crash: float = 5.0
-    """Delay before a crashed task is restarted."""
+    """Delay in seconds before a crashed task is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class GlobalJobDispatcher:
             self.drive(epoch)
 
     async def _guard_lease(self) -> None:
-        """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not talk to machines."""
+        """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not contact machines."""
         left = self._mine_until - time.monotonic()
         if left <= 0 and self._drives:
             log.warning("the lease of %d attempts could not be renewed", len(self._drives))

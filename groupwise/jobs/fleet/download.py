@@ -34,7 +34,7 @@ Document = dict[str, Any]
 Tell = Callable[[int, int, str], None]
 """Called with the bytes received so far, the total, and the path of the current file or another activity."""
 MAX_PATHS_LISTED = 5
-"""Paths in a message."""
+"""Maximum paths in a message."""
 PART = re.compile(rf"\.{SHA256.pattern}\.part")
 """Name of a file until it is complete."""
 OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
@@ -95,7 +95,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DownloadRequest:
-    """The part of a job's files to be fetched."""
+    """The choice of a job's files to fetch."""
 
     paths: Sequence[str] = ()
     """Files and folders, as the fleet lists them; empty: all."""

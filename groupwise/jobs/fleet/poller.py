@@ -216,7 +216,7 @@ class Poller:
                     self._due_in(watched, 0.0)
 
     async def _let_go(self, watched: _Watched) -> None:
-        """Cancel the poll under way and close the connection: the machine has changed or is gone."""
+        """Cancel the poll in progress and close the connection: the machine has changed or is gone."""
         await cancel_and_wait(watched.look)
         watched.look = None
         await self._close(watched)

@@ -124,7 +124,7 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's, and alive
+    except OSError:  # another user's process, which is alive
         pass
     now = _process_state(pid)
     return now is not None and (now[0] in OVER or now[1] != then.get("ticks"))

@@ -149,7 +149,7 @@ class FleetPlace:
     """A fleet that this machine can reach directly: its folder and its settings."""
 
     folder: Path
-    """Absolute."""
+    """The absolute path of its folder."""
     settings: FleetSettings
 
     @property
@@ -164,7 +164,7 @@ class FleetPlace:
 
     @property
     def nats_url(self) -> str | None:
-        """The address of NATS; None: without."""
+        """The URL of NATS; None: the fleet uses none."""
         url = self.settings.nats_url
         if url is None and not self.is_embedded:
             return DEFAULT_NATS
@@ -172,7 +172,7 @@ class FleetPlace:
 
     @property
     def secrets(self) -> AllowedSecrets:
-        """Secrets of this machine that its jobs may be given."""
+        """The secrets of this machine that jobs may be given."""
         return AllowedSecrets(self.settings.allowed_secrets, self.folder)
 
     @property

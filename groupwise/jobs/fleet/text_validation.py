@@ -16,13 +16,13 @@ from typing import Any, cast
 from groupwise.api.schemas.problems import Refusal
 
 MOST_PROBLEMS = 10
-"""Problems listed in one refusal."""
+"""Maximum problems listed in one refusal."""
 
 _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def text_problems(value: Any, place: str) -> Iterator[str]:
-    """Texts in a document, keys too, that cannot be passed on, with their paths."""
+    """Yield a message for each text in a document, including keys, that cannot be passed on, with its path."""
     if isinstance(value, str):
         if (found := _NOT_PASSABLE.search(value)) is not None:
             what = "a NUL character" if found[0] == "\0" else "bytes that are no UTF-8"
@@ -38,7 +38,7 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
 
 
 def require_passable(*names: str, **given: Any) -> None:
-    """Raise `invalid_request` unless all of it can be passed on. `names`: the names as the user typed them."""
+    """Raise `invalid_request` unless all values can be passed on. `names`: the names as the user typed them."""
     texts = [*((ascii(name)[:80], name) for name in names), *given.items()]
     wrong = [problem for place, value in texts for problem in text_problems(value, place)]
     if wrong:

@@ -370,7 +370,7 @@ class _ControlPlane:
                 await self._players[role.name](role)
             except RunError as error:
                 self._note_crash(role, str(error))
-            except Exception as error:  # one role's mistake must not end the others
+            except Exception as error:  # a bug in one role must not end the others
                 log.exception("the %s crashed", role.name)
                 self._note_crash(role, f"{type(error).__name__}: {error}")
             if loop.time() - began > 2 * LONGEST_PAUSE:

@@ -83,7 +83,7 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Destination:
-    """A destination: a host and port to which some of the webhooks go."""
+    """A host and port to which webhooks are sent, with the deliveries that wait for it."""
 
     queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
     workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])

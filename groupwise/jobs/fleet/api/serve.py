@@ -25,7 +25,7 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.hosts.files import BlobStore
 
 END_SECONDS = 10
-"""Seconds for connections to be closed."""
+"""Time limit in seconds for open connections to finish at the end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -489,7 +489,7 @@ class Drive:
             return False
         return silent > deadman + DEADMAN_MARGIN
 
-    # Doing
+    # Performing effects
 
     async def _perform(self, row: Snapshot, effects: Sequence[Effect]) -> bool:
         """Perform the effects; returns whether that changed anything."""

@@ -133,7 +133,7 @@ class Provide:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch it there; safe to repeat."""
+    """Launch the attempt there; safe to repeat."""
 
     rank: int
 
@@ -181,7 +181,7 @@ class Move:
     outcome: Outcome | None = None
     failure: FailureClass | None = None
     because: str = ""
-    """The reason in words."""
+    """The reason as a message."""
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -343,7 +343,7 @@ def _towards_release(member: MemberView) -> tuple[Effect, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Ending only when nothing runs
+# Stopping all members before the attempt ends
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ from groupwise.jobs.fleet.store.tables import (
 from groupwise.jobs.hosts.failures import FailureClass
 
 ACCUSATION_SECONDS = 86_400.0
-"""A job's accusation of a GPU counts for this long."""
+"""Seconds for which a job's accusation of a GPU counts."""
 CORDONED_AFTER = 3
 """Refused launches in a row, each of another job, after which a machine is cordoned."""
 REFUSED = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})

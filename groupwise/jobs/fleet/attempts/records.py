@@ -94,7 +94,7 @@ class MemberRow:
     log_offset: int
     released: bool
     gpus: tuple[str, ...]
-    """UUIDs."""
+    """UUIDs of its GPUs."""
     share_mb: int | None
     slot: int | None
     gpu_problems: tuple[str, ...]

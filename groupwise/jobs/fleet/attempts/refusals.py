@@ -31,7 +31,7 @@ VOIDED = "voided"
 FOR_GOOD = frozenset({"bad_spec", BLOB})
 """Refusals that every later attempt would meet too."""
 _NAMED = 3
-"""File names shown in a message."""
+"""Maximum file names shown in a message."""
 
 
 def code_of(refusal: str | None) -> str:

@@ -34,7 +34,7 @@ class Listener(Protocol):
 
     @property
     def name(self) -> tuple[str, int]:
-        """Job and epoch."""
+        """Job id and epoch."""
         ...
 
     @property

@@ -61,7 +61,7 @@ NAMED = {
 }
 """Reasons why a named artefact itself is not offered. Inside an artefact, such things are just left out."""
 TRIES = 2
-"""How often the whole list is tried, if a file had changed by the time that it was read."""
+"""Tries of the whole list, if a file had changed by the time that it was read."""
 MAX_PATHS_LISTED = 5
 """Maximum paths in a message."""
 

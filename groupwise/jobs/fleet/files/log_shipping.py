@@ -52,16 +52,16 @@ MEMBERS_AT_ONCE = 200
 PIECE = 256 * 1024
 """Bytes of one log that are read at a time: in the worst case each is a line, which becomes a hundred bytes of JSON."""
 LARGEST = 512 * 1024
-"""Most bytes given to a sink at once: many HTTP sinks take a megabyte at most. Any line of `LONGEST` fits."""
+"""Maximum bytes given to a sink at once: many HTTP sinks take a megabyte at most. Any line of `LONGEST` fits."""
 LEAST = 16 * 1024
-"""Fewest bytes to which that limit shrinks for an address that takes less."""
+"""Bytes below which that limit does not shrink for an address that accepts less."""
 TOO_LARGE = 413
 ELSEWHERE = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
 """HTTP statuses that do not concern the lines sent, but the address, the credentials or the rate."""
 REFUSED_IN_A_ROW = 10
 """Logs refused in a row, with nothing taken, after which a round ends: then the sink is the cause, not the logs."""
 LONGEST = 64 * 1024
-"""Most bytes of a line that are sent as one."""
+"""Maximum bytes of a line that is sent as one."""
 TAKEN = 30.0
 """Seconds after which a warning says that standard output or a file takes nothing."""
 
@@ -190,7 +190,7 @@ def _own_output() -> int:
 
 
 class StandardOutput(_Writer):
-    """Ships to the standard output of this process."""
+    """Writes to the standard output of this process."""
 
     def __init__(self, descriptor: Callable[[], int] = _own_output) -> None:
         super().__init__(
@@ -199,7 +199,7 @@ class StandardOutput(_Writer):
 
 
 class File(_Writer):
-    """Ships to a file, which is opened at each write and may therefore be rotated."""
+    """Writes to a file, which is opened at each write and may therefore be rotated."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(self._append, f"{path} takes nothing")

@@ -139,7 +139,7 @@ class CheckpointMirror:
                 raise _Torn(f"{path}: {error}") from error
 
     async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
-        """The blobs to fetch: those that are not in the store, or that the project may not name."""
+        """The blobs to fetch: those that are missing in the store, and those that the project may not name."""
         every = list(hashes)
         lacking = await self._gateway.look(
             lambda session: rights.lacking(session, [project], every)

@@ -69,7 +69,7 @@ SUCCEEDED = frozenset({Outcome.SUCCEEDED, Outcome.VOID})
 """Outcomes that need no investigation, so their folders go sooner."""
 
 Name = tuple[str, int]
-"""Job and epoch."""
+"""Job id and epoch of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)

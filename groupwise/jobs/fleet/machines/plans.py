@@ -55,7 +55,7 @@ class Plan:
     wheelhouse: tuple[Path, ...] | None = None
     """Wheels that are sent to the machine: pip then uses only these, and contacts no index."""
     pythons: tuple[str, ...] = ()
-    """Interpreters to try on the machine, in this order; empty: the usual ones."""
+    """Interpreters to try on the machine, in this order; empty: the default ones."""
     index_url: str | None = None
     extra_index_urls: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -28,11 +28,11 @@ from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 
 NEW_JOBS = "jobs.new"
 CONNECTING = 2
-"""Seconds for one server to answer."""
+"""Time limit in seconds for one server to accept a connection."""
 CHECKED = 5.0
 """Seconds between two pings that check whether the server still answers."""
 ANSWERING = 5
-"""Seconds for the answer."""
+"""Time limit in seconds for the answer to such a ping."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two attempts to connect; doubled each time."""
 SENDING = 1.0
@@ -138,7 +138,7 @@ class NatsLink:
         self._last_error: Exception | None = None
         self._complained: set[str] = set()
         self._refusals: list[str] = []
-        """The server's refusals of the present publication, in its words."""
+        """The server's messages that refuse the present publication."""
         self._refused: dict[str, str] = {}
         """The server's refusal by subject, until a message is accepted there."""
 

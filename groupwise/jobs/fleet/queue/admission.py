@@ -73,7 +73,7 @@ from groupwise.jobs.fleet.text_validation import text_problems
 from groupwise.jobs.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
 
 MAX_REASON_LENGTH = 4000
-"""Characters of a stored failure reason."""
+"""Maximum characters of a stored failure reason."""
 PORTION = 500
 """Jobs of an array that are written and admitted together: a larger number saves nothing and makes long statements."""
 PASSES = 5

@@ -43,13 +43,13 @@ from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Re
 STALE_SECONDS = 120.0
 """A machine that was not observed for this many seconds gets no new job; by default it is polled every 15 seconds."""
 STALE_LOOKS = 4
-"""A machine that is polled more rarely gets none after this many polling intervals without an observation."""
+"""For a machine that is polled more rarely, the limit is this many polling intervals without an observation."""
 LOOK_SECONDS = "look_seconds"
 """Key in the facts of a machine: its polling interval in seconds."""
 MOST_PATIENT = 16
 """Long-waiting jobs for which capacity is withheld at once; those for which none could be withheld do not count."""
 MOST_ASKED = 256
-"""Long-waiting jobs that are considered for that."""
+"""Maximum of long-waiting jobs that are considered for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ from groupwise.jobs.hosts.spec import as_json
 log = logging.getLogger(__name__)
 
 MOST_MARKED = 100
-"""Jobs that become pending in one transaction; the rest follows in the next."""
+"""Maximum jobs that become pending in one transaction; the rest follow in the next."""
 MOST_LOOKS = 8
 """Queries of the queue in one transaction, each starting after the last job of the previous one."""
 ELSEWHERE = frozenset(
@@ -246,9 +246,9 @@ class _Earlier:
     machines: set[str] = field(default_factory=set[str])
     """Machines on which it failed through no fault of its own."""
     gpus: set[int] = field(default_factory=set[int])
-    """GPUs that it reported as broken, or was given but could not use."""
+    """gpu_id of GPUs that it reported as broken, or was given but could not use."""
     slots: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    """CPU slots likewise."""
+    """CPU slots (vm_id, slot) that it was given but could not use."""
 
     @property
     def avoid(self) -> Avoid:
@@ -292,7 +292,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
 
 
 def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
-    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all they had."""
+    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of the attempt."""
     had = session.execute(
         select(
             Reservation.epoch,
@@ -382,7 +382,7 @@ def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collec
 
 
 def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
-    """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold what it will need."""
+    """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold the capacity that it needs."""
     for job in jobs:
         if job.shape in plan.blocked:
             continue

@@ -41,7 +41,7 @@ class Elastic:
         return self.said.name if kind is None else kind.title
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
-        """The request to the engine for a job. Raises UsageError if its options are invalid."""
+        """The engine and its options for a job. Raises UsageError if its options are invalid."""
         request = EngineRequest(
             resources.gpu_count,
             self.said.gpu_model,

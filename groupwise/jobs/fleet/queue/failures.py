@@ -93,7 +93,7 @@ class Verdict:
 
     status: JobStatus
     reason: str | None = None
-    """The reason in words: `jobs.failure_reason`."""
+    """The reason as a message, stored in `jobs.failure_reason`."""
     delay: float = 0.0
     """Seconds before it may be claimed again."""
     charged: bool = False

@@ -1,4 +1,4 @@
-"""Why a job waits, in words: for other jobs, for room, or for its turn in the queue."""
+"""The reasons why a job waits, as messages: for other jobs, for room, or for its turn in the queue."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def outlook(session: Session, job: Job) -> Placement | Blocked:
 
 
 def explain(session: Session, job: Job) -> list[str]:
-    """Why a job waits now, in words; empty if it does not wait."""
+    """The reasons why a job waits now, as messages; empty if it does not wait."""
     if job.status == JobStatus.HELD:
         return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
     if job.status == JobStatus.RUNNING:

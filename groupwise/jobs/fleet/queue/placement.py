@@ -22,11 +22,11 @@ from groupwise.jobs.fleet.queue.elastic import Elastic
 from groupwise.jobs.fleet.queue.resources import Resources
 
 PATIENCE_SECONDS = 600.0
-"""GPUs are withheld for a job that has waited longer than this for room."""
+"""GPUs are withheld for a job that has waited for room longer than this many seconds."""
 MOST_REASONS = 12
-"""Lines of reasons why there is no room; the rest is only counted."""
+"""Maximum lines of reasons why there is no room; the rest are only counted."""
 _NAMED_MACHINES = 3
-"""Machines named for each reason; the rest is only counted."""
+"""Maximum machines named for each reason; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class MachineGPU:
     model: str | None = None
     memory_mb: int | None = None
     trouble: str | None = None
-    """Why it is given to no new job, even if it is free: `foreign_busy`, `quarantined: …`."""
+    """The reason why no new job gets it, even if it is free: `foreign_busy`, `quarantined: …`."""
     whole: bool = False
-    """One job holds all of it."""
+    """True if one job holds the whole GPU."""
     shares_mb: int = 0
-    """Memory that shares hold."""
+    """MB of its memory that shares hold."""
 
     @property
     def idle(self) -> bool:
@@ -58,9 +58,9 @@ class Machine:
     vm_id: str
     gpus: tuple[MachineGPU, ...] = ()
     trouble: str | None = None
-    """Why nothing new is placed there: `draining`, `unreachable …`."""
+    """The reason why nothing new is placed there: `draining`, `unreachable …`."""
     projects: frozenset[str] | None = None
-    """Only jobs of these projects are placed there; None: of any project."""
+    """Only jobs of these projects are placed there; None: jobs of any project."""
     closed: bool = False
     """True for a machine whose `projects` do not include that of the job being placed."""
     slots: int = 0
@@ -68,7 +68,7 @@ class Machine:
     taken_slots: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     prepared: bool = True
-    """An environment for training jobs is set up there."""
+    """True if an environment for training jobs is set up there."""
     cpus: int | None = None
     """Number of its CPUs; None: not known yet."""
     ram_mb: int | None = None
@@ -77,7 +77,7 @@ class Machine:
     """CPUs promised to running jobs that requested some."""
     promised_ram_mb: int = 0
     engine: Elastic | None = None
-    """Starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
+    """The engine that starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
 
     def gives_gpus_for(self, resources: Resources) -> bool:
         """True if the job requests GPUs and gets them from the machine itself."""
@@ -244,7 +244,7 @@ def withhold(
 
 
 def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
-    """The job's share of this machine, or the reason why it gets none."""
+    """The job's seat on this machine, or the reason why it gets none."""
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
     if not machine.gives_gpus_for(resources):
@@ -267,7 +267,7 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
 
 
 def _unfit(resources: Resources, machine: Machine) -> str | None:
-    """Why the machine cannot run the job, even if it were idle."""
+    """The reason why the machine could not run the job even if it were idle; None: it could."""
     if resources.vm is not None and machine.vm_id != resources.vm:
         return f"the job asks for {resources.vm}"
     if machine.trouble:
@@ -366,7 +366,7 @@ def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | 
 
 
 def _unlike(resources: Resources, gpu: MachineGPU) -> str | None:
-    """Why the GPU does not suit the job, whether it is free or not."""
+    """The reason why the GPU does not suit the job, whether it is free or not; None: it does."""
     model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
     if model and model.casefold() not in (gpu.model or "").casefold():
         return f"is a {gpu.model or 'GPU of unknown model'}, not {model}"
@@ -450,7 +450,7 @@ def _blocked_reasons(
     willing: int,
     refusals: Sequence[tuple[str, str]],
 ) -> Blocked:
-    """Sum up why there is no room: a line for each reason with the machines that have it, the most frequent first."""
+    """Summarise why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
     fit = sum(_nearest(resources, machine, NOTHING_HELD) is not None for machine in machines)

@@ -96,7 +96,7 @@ _KIND = re.compile(r"[a-z]+\.[a-z_]+")
 _ANNOUNCED = "groupwise_events"
 _LATER = "groupwise_events_later"
 _TAG = 0x4757
-"""The highest 16 bits of the keys of our advisory locks; the other 48 are a number of an event."""
+"""The highest 16 bits of the keys of our advisory locks; the other 48 are the number of an event."""
 
 _GIVEN = text("SELECT last_value - (NOT is_called)::int FROM events_event_id_seq")
 _ANNOUNCE = text(

@@ -164,7 +164,7 @@ class VM(Base):
     unreachable_since: Mapped[float | None] = mapped_column(Float)
     misses: Mapped[int] = mapped_column(Integer, server_default="0")
     problem: Mapped[str | None] = mapped_column(Text)
-    """The problem in words: the last error, or the output of nvidia-smi."""
+    """The problem as a message: the last error, or the output of nvidia-smi."""
     degraded: Mapped[bool] = mapped_column(Boolean, server_default=false())
     """Its probe printed unreadable lines; no job is placed there."""
     boot_id: Mapped[str | None] = mapped_column(Text)
@@ -202,7 +202,7 @@ class GPU(Base):
     temperature: Mapped[int | None] = mapped_column(Integer)
     """Degrees Celsius."""
     quarantined: Mapped[str | None] = mapped_column(Text)
-    """Why no job gets it until an operator clears it."""
+    """The reason why no job gets it until an operator clears it."""
     accused: Mapped[dict[str, Any] | None] = mapped_column(Document)
     """The last report in a job's log that it is broken, which is no proof: job_id, epoch, at, said. NULL once an operator clears it."""
     observed_at: Mapped[float | None] = mapped_column(Float)
@@ -516,7 +516,7 @@ class ApiKey(Base):
     role: Mapped[str] = mapped_column(Text)
     digest: Mapped[bytes] = mapped_column(LargeBinary)
     projects: Mapped[list[str] | None] = mapped_column(Document)
-    """NULL: all."""
+    """NULL: all projects."""
     note: Mapped[str | None] = mapped_column(Text)
     created_at: Mapped[float] = mapped_column(Float)
     expires_at: Mapped[float | None] = mapped_column(Float)

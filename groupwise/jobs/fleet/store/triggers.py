@@ -38,7 +38,7 @@ from groupwise.jobs.fleet.store.tables import Attempt, Base, Event, Job, Member,
 Word = TypeVar("Word", bound=StrEnum)
 
 PREFIX = "fleet_"
-"""Prefix of the names of our triggers and their functions; others belong to someone else."""
+"""Prefix of the names of our triggers and their functions; other triggers in the database are not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Rule:
     on: str
     """INSERT, UPDATE or DELETE; for SQLite also UPDATE OF a column."""
     refused: str
-    """Condition on NEW and OLD, in SQL that both databases read; `<~>` is "differs from", NULL being a value like others."""
+    """Condition on NEW and OLD, in SQL that both databases read; `<~>` means "differs from", with NULL as an ordinary value."""
     message: str
     about: str = ""
     """Optional cheap filter on the row alone: `refused` is evaluated only for rows that fulfil it."""

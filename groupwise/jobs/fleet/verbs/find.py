@@ -24,7 +24,7 @@ MOST_NAMES = 20
 NEAR = 200
 """Number of newest jobs that are searched for an id similar to a misspelt one."""
 _INDEX = re.compile(r"[0-9]{1,9}")
-"""Index of a GPU; longer ones exist in no column."""
+"""Index of a GPU; more digits fit into no column."""
 
 
 def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:

@@ -47,7 +47,7 @@ from groupwise.jobs.fleet.verbs.documents import (
 
 MOST_LISTED = 1000
 MOST_EVENTS = 200
-"""The newest events shown for one job."""
+"""Maximum events shown for one job, the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def show(session: Session, actor: Actor, job_id: str) -> Document:
 
 
 def attempts(session: Session, job_id: str) -> list[Document]:
-    """The attempts of a job, the first one first."""
+    """The attempts of a job, the oldest first."""
     found = session.scalars(
         select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
     ).all()

@@ -52,7 +52,7 @@ from groupwise.jobs.fleet.verbs.documents import (
 VM_ID = re.compile(NAME)
 """Names of machines; a trigger refuses others in rows that are written by hand."""
 MOST_EVENTS = 20
-"""The newest events shown for one machine."""
+"""Maximum events shown for one machine, the newest."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
 WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")

@@ -100,7 +100,7 @@ def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _jobs_waited_for(session: Session) -> set[str]:
-    """Jobs that admitted jobs wait for. A job that is not admitted yet looks for those it names only at its admission."""
+    """Jobs that admitted jobs wait for. Admission checks the jobs named by those that are not admitted yet."""
     query = select(Job.blocked_on, Job.request["after"]).where(
         Job.status.in_(WAITING),
         Job.admitted_at.is_not(None),

@@ -168,7 +168,7 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
 
 
 def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
-    """Each value of a fact, with the processes that report it, in words."""
+    """Each value of a fact, with a description of the processes that report it."""
     who: dict[str, list[str]] = {}
     for each in alive:
         if (value := each["facts"].get(fact)) is not None:
@@ -293,7 +293,7 @@ def _gpus(session: Session) -> Iterator[Document]:
 
 
 def _accused_gpus(session: Session) -> Iterator[Document]:
-    """Alarms of GPUs that only one job's log has accused lately."""
+    """Alarms of GPUs that only one job's log has recently accused."""
     now = seconds(session)
     rows = session.scalars(
         select(GPU)
