@@ -76,7 +76,8 @@ def wake(
         return woken
     now = seconds(session)
     projects = {each.project for each in waiting}
-    # It is enough to check the changed machines if no quota counts, no job needs several machines, and nothing is withheld for a long-waiting job.
+    # It is enough to check the changed machines if no quota counts, no job needs several machines, and nothing is withheld for a
+    # long-waiting job.
     patient_or_gang = any(
         each.resources.machines > 1
         or (each.waiting_since is not None and now - each.waiting_since >= PATIENCE_SECONDS)
