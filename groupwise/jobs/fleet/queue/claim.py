@@ -292,8 +292,8 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
 
 
 def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
-    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of the
-    attempt."""
+    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of
+    the attempt."""
     had = session.execute(
         select(
             Reservation.epoch,
