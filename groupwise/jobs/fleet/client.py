@@ -456,7 +456,7 @@ class FleetClient:
                 silence.goes_on(failed)
             self._sleep(backoff.next())
 
-    # Machines, people, state
+    # Machines, projects, keys, state
 
     def machines(self, *, removed: bool = False) -> list[Document]:
         """All machines, with their GPUs and the jobs that hold them."""

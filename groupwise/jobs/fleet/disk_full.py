@@ -72,7 +72,7 @@ def no_room(folder: Path, size: int) -> str | None:
 
 
 def words(folder: Path) -> str:
-    """The end of a message: which disk is full, and what to do."""
+    """The end of a message: the full disk, and the remedy."""
     return (
         f"the disk of {folder} is full{_space_left(folder)}. Make room there; nothing that was acknowledged is lost. "
         "`df -h` and `df -i` say what is left."

@@ -68,7 +68,7 @@ ADMITTED_AT_ONCE = 200
 MAY_HAVE_LEFT_PROCESSES = frozenset(
     {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST, RunnerState.VOIDED}
 )
-"""Voided too: the folder of a running attempt may have been removed by hand, so that it looks as if it never started."""
+"""Voided too: the folder of a running attempt may have been removed by hand; the attempt then looks as if it never started."""
 
 
 class Bell(Protocol):
@@ -307,7 +307,7 @@ class GlobalJobDispatcher:
             woken = False
             if (
                 unplaced := found.unplaced
-            ) is not None:  # marked after claiming, so that starting jobs do not wait for it
+            ) is not None:  # marked after claiming: starting jobs must not wait for it
                 woken = await self._gateway.commit(
                     "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
                 )
@@ -490,7 +490,7 @@ class GlobalJobDispatcher:
                     pass
 
     async def _clear_now_and_then(self) -> None:
-        """Wait a random time first, so that dispatchers that started together do not clear together."""
+        """Clear after a random delay: dispatchers that started together then do not clear together."""
         await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
         await self.clear()
 

@@ -240,7 +240,7 @@ def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]
 def _nats_at(visible_url: str, url: str) -> Finding:
     try:
         version = asyncio.run(_nats_version(url))
-    except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
+    except Exception as error:  # noqa: BLE001 — any error of the library means that it is not reachable
         return Finding(
             "NATS",
             "warning",

@@ -1,4 +1,4 @@
-"""Validation of texts: what a database can store, JSON can carry and a program can receive as an argument.
+"""Validation of texts: whether a database can store them, JSON can carry them and a program can receive them as an argument.
 
 Two things cannot be passed on: NUL, which ends a string for PostgreSQL and for every program, and lone surrogates, into which Python
 decodes bytes that are not UTF-8 (an argument or a file name in another encoding). The refusal of such a text states its position. Rows

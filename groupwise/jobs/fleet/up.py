@@ -561,7 +561,7 @@ class _ControlPlane:
             more = f" and {len(running) - 3} more" if len(running) > 3 else ""
             runs = "runs" if len(running) == 1 else "run"
             farewell = f"The fleet has ended; {', '.join(running[:3])}{more} {runs} on. `groupwise fleet up` picks up where it is then."
-        with contextlib.suppress(OSError):  # nobody reads the output any more
+        with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)
 
 

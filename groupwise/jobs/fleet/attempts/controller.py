@@ -100,7 +100,7 @@ class LogMirror(Protocol):
     """Mirrors logs to the control machine's disk."""
 
     async def catch_up(self, part: Part, size: int) -> None:
-        """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
+        """Fetch the missing part of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
         ...
 
 
@@ -180,7 +180,7 @@ class _Fetching:
 
 
 class _MemberMonitor:
-    """The last reading of one member and what is known of its files and fetching; a `watching.Listener`."""
+    """The last reading of one member, and the state of sending its files and fetching its outputs; a `watching.Listener`."""
 
     def __init__(
         self,
@@ -700,7 +700,7 @@ class Drive:
     async def _fetch(
         self, fetching: _Fetching, there: Have, part: Part, fetch: Callable[[], Awaitable[None]]
     ) -> None:
-        """Fetch what the machine had when the task was created, and note that it has arrived."""
+        """Fetch the data that the machine had when the task was created, and note that it has arrived."""
         try:
             await fetch()
             fetching.here = there

@@ -1,4 +1,4 @@
-"""Decides the next step of one attempt: a pure function of what is known, and the table of an attempt's life.
+"""Decides the next step of one attempt: a pure function of its known state, and the table of an attempt's life.
 
 The owner of an attempt reads its row and its machines' reports (`controller.py`), calls `decide`, performs the effects and calls it again.
 All state between two calls is in the database and on the machines, so another dispatcher can continue from the same evidence.
@@ -189,7 +189,7 @@ Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Mov
 
 
 def decide(view: View) -> tuple[Effect, ...]:
-    """Decide what to do now. No effects means: wait until something changes."""
+    """Decide which effects to perform now. None of them means: wait until something changes."""
     assert view.members, (
         f"attempt {view.job_id}.{view.epoch} has no members, so its machine is unknown"
     )

@@ -1,4 +1,4 @@
-"""Attempts in the database: what is recorded about them, and how their owner writes it.
+"""Attempts in the database: their records, and how their owner writes them.
 
 A dispatcher owns an attempt until its lease ends, by the clock of the database. Every write is guarded: the row is looked up by epoch
 *and* owner, and locked. If there is no such row, another dispatcher has taken over: `Stale` is raised, and the controller that gets it
@@ -508,7 +508,7 @@ _LAUNCHES = (
 
 
 def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
-    """Record what a runner reported about a member."""
+    """Record a runner's report about a member."""
     guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)

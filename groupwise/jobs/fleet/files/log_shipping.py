@@ -351,7 +351,7 @@ class Shipper:
             log = replace(log, sent=end)
 
     async def _give(self, log: Behind, lines: Sequence[_LogLine]) -> None:
-        """Send these lines, in halves if they are too many or refused; one half after the other, so that they arrive in order."""
+        """Send these lines, in halves if they are too many or refused; the second half follows the first, to keep the order."""
         if await self._is_taken(log, lines):
             await self._move(log, lines[0].begin, lines[-1].end)
             return

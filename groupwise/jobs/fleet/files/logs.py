@@ -150,7 +150,7 @@ class LogMirror:
         """Logs (epoch, rank) whose torn end was cut off since this process started, as far as they are remembered."""
 
     async def catch_up(self, part: Part, size: int) -> None:
-        """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
+        """Fetch the missing part of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
 
         def open_log() -> tuple[Path, int]:
             path = make(self._logs, part.job_id, part.epoch, part.rank)

@@ -178,7 +178,7 @@ def plan_of(options: PrepareOptions) -> Plan:
         lock = read_lock(options.lock, names)
     else:
         lock = lock_of_this_installation(options.extras or USUAL_EXTRAS, options.also, names)
-    # This user may read what the references name; the allowed patterns are only for remote submitters.
+    # This user may read the named variables and files anyway; the allowed patterns are only for remote submitters.
     references = options.secrets
     for reference in references.values():
         if re.search(r"[*?\[]", reference):

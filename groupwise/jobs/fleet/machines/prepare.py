@@ -78,7 +78,7 @@ Tell = Callable[[str], None]
 
 
 class PrepareError(RunError):
-    """A machine could not be prepared; the message says what to do. Its earlier environments are unchanged."""
+    """A machine could not be prepared; the message contains the remedy. Its earlier environments are unchanged."""
 
     code = "vm_not_prepared"
 

@@ -158,7 +158,7 @@ def submit_array(
 ) -> Iterator[Job]:
     """Submit many requests, in order, with few statements. One `idempotency_key` covers the whole array.
 
-    Raises what `submit` would raise for a request, once all jobs before it have been yielded; those are not rolled back.
+    Raises the error of `submit` for a request, once all jobs before it have been yielded; those are not rolled back.
     """
     digest = _digest(project, requests)
     for start in range(0, len(requests), PORTION):

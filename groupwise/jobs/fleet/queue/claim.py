@@ -2,7 +2,7 @@
 
 A dispatcher calls `claim`. It takes the best-ranked jobs that may start, locked so that no other dispatcher takes them too, reads the
 fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
-them again and books what is still free: attempt, members, reservations and the job's change to running. A job whose place was taken
+them again and books the capacity that is still free: attempt, members, reservations and the job's change to running. A job whose place was taken
 meanwhile stays queued for the next round. The database itself refuses a second reservation of a GPU, and then only that job is rolled
 back.
 
@@ -413,7 +413,7 @@ class Lease:
 
 
 def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
-    """Lock the planned machines, read them again, and book what is still free there."""
+    """Lock the planned machines, read them again, and book the capacity that is still free there."""
     if not plan.placed:
         return []
     names = sorted({seat.vm_id for _, placement in plan.placed for seat in placement.seats})
@@ -537,7 +537,7 @@ def _make_attempts(
 def _reservations(
     job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
 ) -> Iterable[dict[str, Any]]:
-    """The rows for what one member holds: its slot or its GPUs."""
+    """The rows for the slot or the GPUs that one member holds."""
     common = {"vm_id": seat.vm_id, "epoch": epoch, "rank": rank, "reserved_at": now}
     if seat.slot is not None:
         yield {**common, "gpu_id": None, "slot": seat.slot, "share_mb": None}

@@ -1,4 +1,4 @@
-"""Placement: on which machines and GPUs a job can run. A pure function of what it needs and what the machines have free.
+"""Placement: on which machines and GPUs a job can run. A pure function of its requirements and the machines' free capacity.
 
 `capacity.py` reads the machines from the database into the dataclasses below; `claim.py` calls `place` and books the result. Each machine
 is examined by itself: it yields either a seat or a reason that its operator can act on. Of the machines with a seat, the one with least

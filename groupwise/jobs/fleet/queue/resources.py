@@ -1,4 +1,4 @@
-"""`Resources`: what a job needs of machines, read from command-line words, stored as JSON, compared by a hash.
+"""`Resources`: the requirements of a job, read from command-line words, stored as JSON, compared by a hash.
 
 A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--disk 64GB`) or as JSON; admission settles open values and
 stores the result with the job; placement reads it. Jobs of one project with equal resources have one `shape`: placement looks for room once

@@ -95,7 +95,7 @@ def parse(text: str) -> URL:
     except (
         ArgumentError,
         ValueError,
-    ):  # its message may hold parts of what was given, so it is not passed on
+    ):  # its message may hold parts of the URL, so it is not passed on
         raise UsageError(
             f"The database URL that begins with {scheme}:// cannot be read; expected is {_FORMS}. "
             "Characters like @ : / in a password are written as %40 %3A %2F."

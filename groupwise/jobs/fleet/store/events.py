@@ -261,7 +261,7 @@ def note_observed(
     job_id: str | None = None,
     epoch: int | None = None,
 ) -> bool:
-    """Record what a poller or a runner observed of a GPU; returns whether that is a change. Every change is an event."""
+    """Record the state of a GPU that a poller or a runner observed; returns whether it is a change. Every change is an event."""
     before, gpu.detail = gpu.observed, why
     if before == now:
         return False
