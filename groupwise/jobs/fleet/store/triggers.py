@@ -99,7 +99,7 @@ OF_THE_CONTROL_PLANE = (
     ),
     ("spent", "'{}'"),
 )
-"""Columns of a job that only the control plane writes, with the values that a new row must have: they decide which command runs, and when."""
+"""Columns of a job that only the control plane writes, with the values of a new row: they decide which command runs, and when."""
 
 
 FROZEN = ("spec", "spec_hash", "resources", "admitted_at")
