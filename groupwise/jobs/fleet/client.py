@@ -5,13 +5,13 @@
     for piece in fleet.follow(job["job_id"]):
         print(piece.decode(), end="")
 
-Every method gives the documents that `--json` prints; `groupwise.jobs.fleet.local` has the same client for a fleet of this machine. A
-refusal is raised as `Refusal`, with the server's code and words; where no answer came, a call that may be repeated is, and `FleetAway` is
-raised when that has not helped: within seconds, but after minutes only by what follows, waits, submits or has files on their way
-(`groupwise.jobs.fleet.retry`). A submission names itself, so that repeating it makes no second job.
+Every method returns the documents that `--json` prints; `groupwise.jobs.fleet.local` has the same client for a fleet on this machine. A
+refusal is raised as `Refusal`, with the server's code and message. If no answer comes, a call that is safe to repeat is sent again, and
+`FleetAway` is raised if that has not helped: within seconds by most calls, but only after minutes by those that follow, wait, submit or
+transfer files (`groupwise.jobs.fleet.retry`). A submission carries an idempotency key, so repeating it creates no second job.
 
-An API may also accept a request and say nothing: it hangs, or its work takes long. The user soon learns that, and the request is sent
-again with more time: a person who sees nothing does not know that anything is waited for.
+An API may also accept a request and send nothing: it hangs, or its work takes long. The user is informed within seconds, and the request
+is sent again with more time; without that message the user could not know that the client is waiting.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from groupwise.jobs.hosts.spec import FileEntry
 Document = dict[str, Any]
 TRIES = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds between tries; doubled, and drawn below that."""
+"""First and longest pause in seconds between tries: the bound doubles, and the pause is drawn at random below it."""
 CONNECTED = 10.0
-"""Seconds for a connection."""
+"""Time limit in seconds for opening a connection."""
 PROMPT = 15.0
 """Seconds without an answer after which the user is informed, and the request is sent again with its full time limit."""
 WAIT_SECONDS = 20.0
@@ -63,18 +63,18 @@ WAIT_SECONDS = 20.0
 UPLOAD_PIECE = 16 * PIECE
 FILE_BUSY = "file_busy"
 OTHERS_PAUSE = 1.0
-"""Seconds between two looks at a file that another client is sending too."""
+"""Seconds between two checks of a file that another client is sending too."""
 OTHERS_REST = 5.0
 """Seconds without progress on such a file, after which this client continues the upload itself."""
 MOST_HASHES = 10_000
 """Maximum number of hashes in one request."""
 OF_A_PROXY = frozenset({502, 503, 504})
-"""Statuses that a proxy sends if the API behind it is not there."""
+"""Statuses that a proxy sends if it cannot reach the API behind it."""
 log = logging.getLogger(__name__)
 
 
 class FleetAway(AwayError):
-    """The fleet's API does not answer. What was asked may have been done; a submission with the same key may be sent again."""
+    """The fleet's API does not answer. The request may have been carried out; a submission can be sent again with the same key."""
 
     code = "fleet_away"
 
@@ -106,9 +106,9 @@ class FleetClient:
     ) -> None:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
-        `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer, and for
-        which a file that another client sends too may stand still. `tell` is called when the fleet is away, when it is back, and where an
-        answer is late; without it a warning is logged.
+        `patience`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A file
+        that another client is uploading too may make no progress for that long. `tell` is called when the fleet stops answering, when it
+        answers again, and when an answer is late; without it these messages are logged as warnings.
         """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
@@ -139,7 +139,7 @@ class FleetClient:
         self.close()
 
     def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         self._http.close()
 
     # Jobs
@@ -152,10 +152,10 @@ class FleetClient:
         files: Sequence[str | Path] | Mapping[str, str | Path] = (),
         idempotency_key: str | None = None,
     ) -> Document:
-        """Submit a job; once this returns it is on the fleet's disk.
+        """Submit a job. Once this returns, the job is on the fleet's disk.
 
-        `request`: a `groupwise.jobs.fleet.queue.request.JobRequest` as JSON: `arguments`, or a kind's columns. `files`: what it takes
-        along, by name or path → file or folder here. Submitted again with the same key it is the same job.
+        `request`: a `groupwise.jobs.fleet.queue.request.JobRequest` as JSON: `arguments`, or a kind's columns. `files`: files and folders
+        to send with the job, as paths or as name → path. A second submission with the same key returns the same job.
         """
         document = dict(request)
         if files:
@@ -169,7 +169,7 @@ class FleetClient:
         project: str | None = None,
         idempotency_key: str | None = None,
     ) -> list[Document]:
-        """Submit several jobs, all of them or none. Submitted again with the same key they are the same jobs."""
+        """Submit several jobs, all of them or none. A second submission with the same key returns the same jobs."""
         expect_few(len(requests))
         if len(requests) == 1:
             return [self._post_once("/jobs", requests[0], project, idempotency_key)]
@@ -188,29 +188,29 @@ class FleetClient:
         return self._json("POST", "/jobs/plan", body=request, query={"project": project})
 
     def jobs(self, **filters: Any) -> list[Document]:
-        """Jobs, the newest first. `wanted`: ids, status, project, name, kind, vm, label, older_than, limit, as GET /jobs takes them."""
+        """Jobs, the newest first. `filters` are those of GET /jobs: ids, status, project, name, kind, vm, label, older_than, limit."""
         if filters.get("ids") == []:
-            return []  # in an address, none of them is none that is asked for
+            return []  # an empty list cannot be sent in a query string: it would mean "any id"
         return self._json("GET", "/jobs", query=filters)
 
     def show(self, job_id: str) -> Document:
-        """All about one job."""
+        """Returns everything about one job."""
         return self._json("GET", f"/jobs/{_part(job_id)}")
 
     def progress(self, job_id: str) -> Document:
-        """Its status, exit code, reason, and the epochs of its attempts: little, for who asks often."""
+        """Returns its status, exit code, reason, and the epochs of its attempts: a small document, for frequent polling."""
         return self._json("GET", f"/jobs/{_part(job_id)}/progress")
 
     def cancel(self, job_id: str, reason: str | None = None) -> Document:
-        """Have it end; its status is `cancelled` once nothing of it is left."""
+        """Ask for the job to end; its status is `cancelled` once none of its processes is left."""
         return self._json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
 
     def hold(self, job_id: str) -> Document:
-        """Have a waiting job wait until it is released."""
+        """Keep a waiting job from starting until it is released."""
         return self._json("POST", f"/jobs/{_part(job_id)}/hold")
 
     def release(self, job_id: str) -> Document:
-        """Let a held job go on."""
+        """Allow a held job to start."""
         return self._json("POST", f"/jobs/{_part(job_id)}/release")
 
     def retry(self, job_id: str) -> Document:
@@ -218,19 +218,19 @@ class FleetClient:
         return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
 
     def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
-        """`cancel` for many: the document of each, or `job_id` and `error` (`code`, `message`) where it was refused."""
+        """`cancel` for many: the document of each job, or `job_id` and `error` (`code`, `message`) if it was refused."""
         return self._changed_all("cancel", ids, reason=reason)
 
     def hold_all(self, ids: Sequence[str]) -> list[Document]:
-        """`hold` for many, answered as `cancel_all`."""
+        """`hold` for many; returns the same as `cancel_all`."""
         return self._changed_all("hold", ids)
 
     def release_all(self, ids: Sequence[str]) -> list[Document]:
-        """`release` for many, answered as `cancel_all`."""
+        """`release` for many; returns the same as `cancel_all`."""
         return self._changed_all("release", ids)
 
     def retry_all(self, ids: Sequence[str]) -> list[Document]:
-        """`retry` for many, answered as `cancel_all`; sent once."""
+        """`retry` for many; returns the same as `cancel_all`. Sent once."""
         return self._changed_all("retry", ids, tries=1)
 
     def _changed_all(
@@ -259,7 +259,7 @@ class FleetClient:
         return self._json("POST", "/jobs/prune", body=body, tries=None if dry_run else 1)
 
     def wait(self, job_id: str) -> Document:
-        """The job, once it has ended."""
+        """Wait until the job has ended, and return it."""
         for _ in self.follow(job_id):
             pass
         return self.patience.ask(lambda: self.show(job_id))
@@ -276,9 +276,9 @@ class FleetClient:
         tail: int | None = None,
         wait: float = 0.0,
     ) -> LogPart:
-        """The next piece of a log; without `epoch` of the newest, from its beginning, or `tail` lines before its present end.
+        """The next piece of a log. Without `epoch`: of the newest attempt, from its start, or from `tail` lines before its present end.
 
-        `wait`: seconds for more to come, if there is none yet, at most 30.
+        `wait`: seconds to wait for more if there is none yet, at most 30.
         """
         query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
         answer = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
@@ -293,7 +293,7 @@ class FleetClient:
     def follow(
         self, job_id: str, *, epoch: int | None = None, offset: int = 0, rank: int = 0
     ) -> Generator[bytes]:
-        """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the beginning of the newest."""
+        """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the start of the newest attempt."""
         while True:
             more = partial(
                 self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
@@ -312,10 +312,10 @@ class FleetClient:
         *,
         tell: Tell = tell_nobody,
     ) -> dict[str, list[Any]]:
-        """Send files and folders of this machine; the manifest under which a job takes them along. What is there already is not sent.
+        """Send files and folders of this machine. Returns the manifest to submit with a job. Files that the fleet already has are not sent.
 
-        A file that grows meanwhile travels as long as it was when it was looked at; one that becomes shorter is a UsageError.
-        `tell`: how far it is, first with looking at them, then with sending what is wanted.
+        A file that grows meanwhile is sent at the size that it had when it was hashed; one that becomes shorter is a UsageError.
+        `tell` receives the progress, first of hashing the files, then of sending those that are missing.
         """
         found = named_files(files)
         entries = _entries(found, tell)
@@ -331,7 +331,7 @@ class FleetClient:
         return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
 
     def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
-        """Send one file. If other clients send the same file, wait for as long as more of it arrives."""
+        """Send one file. While other clients send the same file and it grows, wait for them."""
         sha256, size = entry.sha256, entry.size
         here, since = self._bytes_received(sha256, size), self._clock()
         more(here)
@@ -360,7 +360,7 @@ class FleetClient:
         return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
 
     def _piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
-        """How much of the file is there then, and whether it is stored. While others send it nothing may have been taken."""
+        """Returns the number of bytes received so far, and whether the file is stored. While others send it, `data` may be rejected."""
         query = {"size": size, "offset": offset}
         try:
             answer = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
@@ -373,7 +373,7 @@ class FleetClient:
     def _while_others_send(
         self, sha256: str, size: int, here: int, more: Callable[[int], None]
     ) -> int:
-        """How much of a file is there once no more of it comes."""
+        """Wait until the file stops growing; returns how many bytes have been received."""
         since = self._clock()
         while True:
             self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
@@ -385,12 +385,12 @@ class FleetClient:
                 return here
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
-        """An attempt's artefacts: `files`, by path, with sha256, mode and bytes; without `epoch` the newest attempt that left any."""
+        """An attempt's artefacts: `files`, by path, with sha256, mode and bytes. Without `epoch`: of the newest attempt that left any."""
         query = {"epoch": epoch, "rank": rank}
         return self._json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
 
     def checkpoints(self, job_id: str) -> list[Document]:
-        """Its mirrored checkpoints, the newest first; their `files` as those of artefacts."""
+        """Its mirrored checkpoints, the newest first; their `files` have the form of those in `artefacts`."""
         return self._json("GET", f"/jobs/{_part(job_id)}/checkpoints")
 
     def fetch(
@@ -405,7 +405,7 @@ class FleetClient:
         force: bool = False,
         tell: Tell = tell_nobody,
     ) -> Document:
-        """Bring what it left into a folder here; each file appears whole, after its hash was found right. See `download.fetch`."""
+        """Download its outputs into a local folder. Each file appears only when complete and its hash verified. See `download.fetch`."""
         request = DownloadRequest(paths, checkpoints, epoch, rank)
         return fetch(self, job_id, Path(folder), request, force=force, tell=tell)
 
@@ -435,7 +435,7 @@ class FleetClient:
                     if not answer.is_success:
                         answer.read()
                         raise self._refusal(answer)
-                    skip = offset if answer.status_code == 200 else 0  # a proxy may know no ranges
+                    skip = offset if answer.status_code == 200 else 0  # a proxy may ignore ranges
                     for data in answer.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
@@ -458,27 +458,27 @@ class FleetClient:
                 silence.goes_on(failed)
             self._sleep(backoff.next())
 
-    # Machines, people, state
+    # Machines, projects, keys, state
 
     def machines(self, *, removed: bool = False) -> list[Document]:
-        """All machines, with their GPUs and who holds them."""
+        """All machines, with their GPUs and the jobs that hold them."""
         return self._json("GET", "/vms", query={"removed": removed or None})
 
     def machine(self, vm_id: str) -> Document:
-        """One of them."""
+        """Returns one machine."""
         return self._json("GET", f"/vms/{_part(vm_id)}")
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
-        """Take one in: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
+        """Add a machine: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
         return self._json("POST", "/vms", body=machine)
 
     def change_machine(self, vm_id: str, **changes: Any) -> Document:
-        """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None takes
-        one away), deadman (0: never), probe, idle_memory_mb, engine (of what stands behind it, these); None: as it was."""
+        """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None
+        removes one), deadman (0: never), probe, idle_memory_mb, engine (only these options of its scheduler); None: unchanged."""
         return self._json("PUT", f"/vms/{_part(vm_id)}", body=changes)
 
     def drain(self, vm_id: str) -> Document:
-        """Place nothing new there; what runs goes on."""
+        """Place nothing new there; running jobs continue."""
         return self._json("POST", f"/vms/{_part(vm_id)}/drain")
 
     def undrain(self, vm_id: str) -> Document:
@@ -486,35 +486,35 @@ class FleetClient:
         return self._json("POST", f"/vms/{_part(vm_id)}/undrain")
 
     def cordon(self, vm_id: str, reason: str) -> Document:
-        """Place nothing new there, and say why."""
+        """Place nothing new there, and record the reason."""
         return self._json("POST", f"/vms/{_part(vm_id)}/cordon", body={"reason": reason})
 
     def uncordon(self, vm_id: str) -> Document:
-        """Place work there again; failed launches are forgotten."""
+        """Place work there again; its count of failed launches is reset."""
         return self._json("POST", f"/vms/{_part(vm_id)}/uncordon")
 
     def lost(self, vm_id: str) -> Document:
-        """It will not come back: its attempts end, and its jobs go elsewhere."""
+        """Declare that the machine will not come back: its attempts end, and its jobs run on other machines."""
         return self._json("POST", f"/vms/{_part(vm_id)}/lost")
 
     def remove(self, vm_id: str) -> Document:
-        """Take it out of the fleet."""
+        """Remove it from the fleet."""
         return self._json("POST", f"/vms/{_part(vm_id)}/remove")
 
     def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
-        """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
+        """Pin the host key that it showed last. If a fingerprint is given, the key must have it."""
         return self._json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
 
     def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
-        """Let jobs have a GPU again; `gpu` is its index or UUID."""
+        """Allow jobs on a quarantined GPU again; `gpu` is its index or UUID."""
         return self._json("POST", f"/vms/{_part(vm_id)}/gpus/{_part(gpu)}/clear")
 
     def projects(self) -> list[Document]:
-        """Those that the key may see."""
+        """List the projects that the key may see."""
         return self._json("GET", "/projects")
 
     def change_project(self, name: str, **changes: float | None) -> Document:
-        """Set weight, max_gpus, max_waiting; None takes a quota away."""
+        """Set weight, max_gpus, max_waiting; None removes a quota."""
         return self._json("PUT", f"/projects/{_part(name)}", body=changes)
 
     def keys(self) -> list[Document]:
@@ -529,7 +529,7 @@ class FleetClient:
         seconds: float | None = None,
         note: str | None = None,
     ) -> Document:
-        """A key with the role read, act or admin. Sent once: if no answer came, the key's text is lost and it may be revoked."""
+        """Make a key with the role read, act or admin. Sent once: if no answer comes, the key's text is lost and the key may be revoked."""
         body = {
             "role": role,
             "projects": None if projects is None else list(projects),
@@ -547,17 +547,17 @@ class FleetClient:
         return self._json("GET", "/status")
 
     def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
-        """Events after that one, the oldest first."""
+        """Events with higher numbers than `after`, the oldest first."""
         return self._json("GET", "/events", query={"after": after, "limit": limit})
 
-    # Asking
+    # Sending requests
 
     def _json(self, method: str, path: str, **more: Any) -> Any:
         return self._answer(method, path, **more).json()
 
     def _patiently(self, method: str, path: str, **more: Any) -> Any:
-        """The same, of what may be asked any number of times: where the fleet does not answer, for minutes."""
-        hurried = "content" not in more  # which takes its time on the way
+        """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
+        hurried = "content" not in more  # sending an upload may take long
         return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **more))
 
     def _answer(
@@ -572,7 +572,7 @@ class FleetClient:
         tries: int | None = None,
         hurried: bool | None = None,
     ) -> httpx2.Response:
-        """`hurried`: where no answer comes soon it may be asked again while the first one is still at work; None: a question may."""
+        """`hurried`: if no answer comes soon, the request may be sent again while the first is still being handled. None: only for GET."""
         tries = self.tries if tries is None else tries
         known = {name: value for name, value in (query or {}).items() if value is not None}
         require_passable(**known)
@@ -601,13 +601,13 @@ class FleetClient:
                     continue
             except Refusal as refusal:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
-                    raise  # of a file it is asked first how much is there
+                    raise  # an upload must first ask how much of the file has arrived
                 least = refusal.retry_after or 0.0
             self._sleep(backoff.next(least))
         return self._once(request, method, path, soon=False, wait=wait)
 
     def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
-        """`wait`: seconds for which the API itself is asked to wait. Bytes that are not taken at all are no slow transaction."""
+        """`wait`: seconds for which the API itself is asked to wait. It does not extend the limit for sending: a slow API still reads."""
         prompt = min(PROMPT, self._timeout)
         return httpx2.Timeout(
             self._timeout,
@@ -635,7 +635,7 @@ class FleetClient:
         except (
             httpx2.InvalidURL,
             ValueError,
-        ) as error:  # too long a name; a number that JSON lacks
+        ) as error:  # a name that is too long; a number that JSON lacks
             raise UsageError(f"{method} {path[:80]} cannot be sent: {error}.") from error
         except httpx2.TransportError as error:
             raise self._away(method, path, error) from error
@@ -676,8 +676,9 @@ class FleetClient:
 
 
 def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, Path]:
-    """Files and folders of this machine as single files, by the paths under which a job takes them along: their own names, or those of a
-    mapping, where `.` is the job's folder itself. Raises UsageError for what is neither (a pipe may have no end), and for two of one name.
+    """Expand files and folders of this machine into single files, keyed by their paths in the job's folder: their own names, or the names
+    of a mapping, in which `.` is the job's folder itself. Raises UsageError for anything that is neither file nor folder (a pipe may have
+    no end), and for two files with the same target path.
     """
     named = (
         files.items() if isinstance(files, Mapping) else [(own_name(each), each) for each in files]
@@ -724,14 +725,14 @@ def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
 
 
 def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """Why the certificate of the API was refused, if that is what went wrong."""
+    """The certificate error that caused a failed request; None: it had another cause."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _part(name: str) -> str:
-    """A name as one part of an address. Raises UsageError for one that would be another address."""
+    """Quote a name as one part of a URL path. Raises UsageError for one that would change the path."""
     if name in ("", ".", "..") or "/" in name:
         raise UsageError(
             f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit."
@@ -741,7 +742,7 @@ def _part(name: str) -> str:
 
 
 def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
-    """The server's refusal; an answer that is not a fleet's is reported as such."""
+    """The server's refusal; an answer that does not come from a fleet is reported as such."""
     try:
         problem = Problem.model_validate(answer.json())
     except ValueError:

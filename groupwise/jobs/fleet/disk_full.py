@@ -1,7 +1,7 @@
-"""A full disk of the control machine, told as such: who starts a fleet, or asks it, reads which disk it is and what to do.
+"""Reports a full disk of the control machine as such: users who start a fleet, or query it, learn which disk is full and what to do.
 
-SQLite does not say so itself: where it finds no room for the file that its processes share, it speaks of an error of the disk, or cannot
-open the file at all. So the disk is looked at.
+SQLite does not report that itself: without room for the file that its processes share, it reports an I/O error, or cannot open the file at
+all. So the free space is checked directly.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from groupwise.core.errors import RunError, UsageError
 from groupwise.core.terminal.quantities import byte_size
 
 NEEDED = 1_000_000
-"""Bytes without which no fleet begins: an empty database has half of that, and SQLite's files beside it some."""
+"""Bytes of free space below which no fleet starts: an empty database needs half of that, and SQLite's other files need some."""
 SPARED = 0.05
-"""Share of the disk that what comes from clients and machines leaves free."""
+"""Share of the disk that data from clients and machines must leave free."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
 
@@ -60,7 +60,8 @@ def is_full(folder: Path) -> bool:
 
 
 def no_room(folder: Path, size: int) -> str | None:
-    """Why this number of bytes from elsewhere is not written below `folder`: they would take the room that the database needs."""
+    """The reason why this many bytes from elsewhere are not written below `folder`: the database needs the space. None: they may be
+    written."""
     disk = shutil.disk_usage(_there(folder))
     if size <= disk.free - disk.total * SPARED:
         return None
@@ -71,7 +72,7 @@ def no_room(folder: Path, size: int) -> str | None:
 
 
 def words(folder: Path) -> str:
-    """The end of a message: which disk is full, and what to do."""
+    """The end of a message: the full disk, and the remedy."""
     return (
         f"the disk of {folder} is full{_space_left(folder)}. Make room there; nothing that was acknowledged is lost. "
         "`df -h` and `df -i` say what is left."
@@ -87,5 +88,5 @@ def _space_left(folder: Path) -> str:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest ancestor that exists."""
     return next((each for each in (folder, *folder.parents) if each.exists()), folder)

@@ -1,21 +1,22 @@
 """The dispatcher: claims jobs from the queue, and drives their attempts until nothing is left to do.
 
-`GlobalJobDispatcher` is one of any number that share a database. Each runs these loops side by side:
+`GlobalJobDispatcher` is one of any number that share a database. Each runs these loops concurrently:
 
-    renewing     every 8 s, one statement that renews the lease of everything it owns. It returns the list of what it owns, and any attempt
-                 of that list that is not being driven is driven from then on
-    claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
-    adopting     every 2 s: attempts whose owner has not renewed its lease; at the start the same function finds what was left over
-    wishes       every 2 s: cancellations and lost machines wake the drives that they concern; a machine that the poller saw rebooted, or
-                 answering again, is asked at once, over a new connection, since the kept one may be dead without a sign
-    clearing     every ten minutes: files that are no longer needed on machines, and in the store of files here
-    reconciling  every minute: attempts that machines run and no dispatcher drives. A lower epoch is killed, an unknown job is recorded and
-                 left alone; a machine that was declared lost and answers is emptied, and then used again
+    renewing     every 8 s, one statement renews the lease of every attempt that it owns and returns the list of them. Any attempt of
+                 that list that is not being driven is driven from then on
+    claiming     at every ring of the doorbell, and at least every 2 s: admit new rows, claim the jobs for which there is room
+    adopting     every 2 s: take over attempts whose owner has not renewed its lease; at the start this finds those of ended dispatchers
+    wishes       every 2 s: cancellations and lost machines wake the drives that they concern. If the poller saw a machine reboot, or
+                 answer again, the machine is asked at once, over a new connection, since the kept one may be dead without a sign
+    clearing     every ten minutes: remove files that are no longer needed, from machines and from the local blob store
+    reconciling  every minute: look for attempts that machines run and no dispatcher drives. A lower epoch is killed; an unknown job is
+                 recorded and left alone; a machine that was declared lost and answers again is emptied, and then used again
 
-A dispatcher that cannot renew stops all its drives before its lease runs out, counted by its own clock from before the request: after that
-another dispatcher may own the attempts. Stopping or killing a dispatcher ends no job: machines go on without it.
+A dispatcher that cannot renew stops all its drives before its lease runs out. It measures the lease by its own clock, from before the
+request was sent: after that time another dispatcher may own the attempts. Stopping or killing a dispatcher ends no job: machines continue
+without it.
 
-An error in one loop is logged, and the loop starts again after a pause; the other loops go on.
+An error in one loop is logged, and the loop restarts after a pause; the other loops continue.
 """
 
 from __future__ import annotations
@@ -67,20 +68,20 @@ ADMITTED_AT_ONCE = 200
 MAY_HAVE_LEFT_PROCESSES = frozenset(
     {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST, RunnerState.VOIDED}
 )
-"""Voided too: the folder of what runs may have been removed by hand."""
+"""Voided too: the folder of a running attempt may have been removed by hand; the attempt then looks as if it never started."""
 
 
 class Bell(Protocol):
     """The part of a doorbell that the dispatcher needs: waiting for a ring."""
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """Ids of jobs that were rung for; empty at the timeout."""
+        """Ids of jobs that were rung for; empty on a timeout."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """Seconds. Tests have shorter ones."""
+    """Intervals in seconds. Tests use shorter ones."""
 
     lease: float = LEASE
     renew: float = 8.0
@@ -89,7 +90,7 @@ class Rhythm:
     reconcile: float = 60.0
     clear: float = 600.0
     after_crash: float = 5.0
-    """Delay before a crashed task is restarted."""
+    """Delay in seconds before a crashed task is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Parts:
 
     database: Database
     host: Callable[[Machine], Host]
-    """The way to a machine. Asked again for the same row it may give the same one; it keeps and closes them."""
+    """Returns the connection to a machine. It may return the same one for the same row, and it keeps and closes them."""
     bell: Bell
     logs: LogMirror
     checkpoints: CheckpointMirror
@@ -106,16 +107,16 @@ class Parts:
     store: BlobStore
     secrets: AllowedSecrets = UNLESS_TOLD
     doubt: Callable[[str], None] = lambda vm_id: None
-    """Connections that are kept to this machine may be dead: calls that wait there are given up."""
+    """Marks the kept connections to this machine as possibly dead: calls that wait on them are given up."""
     keep_only: Callable[[Collection[str]], Awaitable[None]] | None = None
-    """Closes connections to other machines than these, which are the fleet's; None: none are kept."""
+    """Closes connections to all machines but these, which are the fleet's. None: no connections are kept."""
     folders: Sequence[Path] = ()
     """Folders of logs and artefacts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How it does it."""
+    """Intervals, limits and clocks of a dispatcher."""
 
     rhythm: Rhythm = field(default_factory=Rhythm)
     pauses: Pauses = field(default_factory=Pauses)
@@ -125,19 +126,19 @@ class Tuning:
     """Machines that are reconciled at once."""
     keeping: Keeping = field(default_factory=Keeping)
     clock: Callable[[], float] = time.monotonic
-    """Seconds of this process."""
+    """Monotonic clock of this process, in seconds."""
     began: float | None = None
-    """Time by the database's clock at which a poller began with it: processes that machines ran before may stand in no table. None: it is
-    believed what was seen of them lately."""
+    """Database time at which a poller started in this process; machines may run processes from before that the database does not list.
+    None: observations from shortly before are trusted."""
 
 
 def new_owner() -> str:
-    """A name that no dispatcher has had before."""
+    """A name that no dispatcher has had so far."""
     return f"{socket.gethostname()}-{os.getpid()}-{randomness.token_hex(4)}"
 
 
 class GlobalJobDispatcher:
-    """One dispatcher. `run` goes on until `stop`."""
+    """One dispatcher. `run` continues until `stop`."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class GlobalJobDispatcher:
         self._mine_until = 0.0
         self._began = self._tuning.began
         self.not_asked: list[str] | None = None
-        """Machines that have to be asked what they run before anything begins; None: that is not known yet."""
+        """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
         self._deps = ControllerDependencies(
@@ -190,7 +191,7 @@ class GlobalJobDispatcher:
         return frozenset(self._drives)
 
     def stop(self) -> None:
-        """Stop, and give up all leases; jobs on machines run on."""
+        """Stop, and give up all leases; jobs continue on their machines."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -250,7 +251,7 @@ class GlobalJobDispatcher:
             self.drive(epoch)
 
     async def _guard_lease(self) -> None:
-        """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not talk to machines."""
+        """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not contact machines."""
         left = self._mine_until - time.monotonic()
         if left <= 0 and self._drives:
             log.warning("the lease of %d attempts could not be renewed", len(self._drives))
@@ -278,8 +279,8 @@ class GlobalJobDispatcher:
             await self._admit()
 
     async def knows_what_runs(self) -> bool:
-        """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at
-        before anything begins."""
+        """A restored database does not know the jobs that machines have started since its backup. So after a start, or a standstill of the
+        fleet, all machines that answer are observed before any job starts."""
         if self.not_asked != []:
             if self._began is None:
                 self._began = await self._gateway.look(seconds)
@@ -290,7 +291,7 @@ class GlobalJobDispatcher:
         return not self.not_asked
 
     async def claim(self) -> int:
-        """Admit what is new, claim while there is something to claim; how many attempts that made."""
+        """Admit new rows, then claim until no more jobs fit; returns the number of attempts made."""
         await self._admit()
         total, lease = 0, self._tuning.rhythm.lease
         while True:
@@ -306,7 +307,7 @@ class GlobalJobDispatcher:
             woken = False
             if (
                 unplaced := found.unplaced
-            ) is not None:  # marked once those that begin are on their way
+            ) is not None:  # marked after claiming: starting jobs must not wait for it
                 woken = await self._gateway.commit(
                     "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
                 )
@@ -314,7 +315,7 @@ class GlobalJobDispatcher:
                 return total
 
     async def _admit(self) -> None:
-        """Rows that people wrote by hand; the queue gets them a batch at a time."""
+        """Admit rows that users inserted by hand, one batch at a time."""
         admitted = ADMITTED_AT_ONCE
         while admitted >= ADMITTED_AT_ONCE:
             admitted = await self._gateway.commit(
@@ -322,7 +323,7 @@ class GlobalJobDispatcher:
             )
 
     async def hear_wishes(self) -> None:
-        """Wake the drives whose attempts are requested to end, or whose machines were seen to have rebooted."""
+        """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted or answer again."""
         found, seen = await self._gateway.look(
             lambda s: (
                 records.pending_requests(s, self.owner),
@@ -351,7 +352,7 @@ class GlobalJobDispatcher:
             self.drive(epoch)
 
     def drive(self, epoch: int) -> None:
-        """Begin to drive an attempt, unless that is being done."""
+        """Start to drive an attempt, unless it is being driven."""
         if epoch in self._drives or self._group is None or self._stopping.is_set():
             return
         drive = Drive(epoch, self._deps)
@@ -359,7 +360,7 @@ class GlobalJobDispatcher:
         self._drives[epoch] = drive, task
 
     async def _run_drive(self, drive: Drive) -> None:
-        """One attempt that cannot be driven must not stop the others; it is tried again at the next renewal."""
+        """Drive one attempt. A failure must not stop the others; the attempt is tried again at the next renewal."""
         try:
             await drive.run()
             self._failed.discard(drive.epoch)
@@ -381,11 +382,11 @@ class GlobalJobDispatcher:
                 "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, why)
             )
             self._failed.add(epoch)
-        except Exception:  # it may be the database that this is about
+        except Exception:  # the database itself may be the cause
             log.exception("the notification failed")
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a drive's side work as a task of its own. The drive tries again what fails."""
+        """Run a drive's side work as a separate task. The drive retries work that failed."""
         assert self._group is not None
 
         async def logged() -> None:
@@ -395,7 +396,7 @@ class GlobalJobDispatcher:
                 log.exception("fetching failed")
 
         task = self._group.create_task(logged())
-        # If it is cancelled before it began, the coroutine was never awaited, and would warn.
+        # A task that is cancelled before it starts never awaits its coroutine, which would then warn.
         task.add_done_callback(lambda _: work.close())
         return task
 
@@ -416,14 +417,14 @@ class GlobalJobDispatcher:
         task.add_done_callback(self._watching.discard)
 
     async def _drop_everything(self) -> None:
-        """Cancel all present drives. Those that begin meanwhile, under a lease that could be renewed after all, stay."""
+        """Cancel all present drives. Drives that start meanwhile, under a lease that could be renewed after all, stay."""
         tasks = [task for _, task in self._drives.values()] + list(self._watching)
         for task in tasks:
             task.cancel()
         self._watches.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
         for epoch, (_, task) in list(self._drives.items()):
-            if task.done():  # cancelled before it began, so its own `finally` has not run
+            if task.done():  # cancelled before it started, so its own `finally` has not run
                 del self._drives[epoch]
 
     def _runner(self, machine: Machine) -> Runner:
@@ -433,7 +434,7 @@ class GlobalJobDispatcher:
     # Reconciling
 
     async def reconcile(self) -> None:
-        """Look at all machines for jobs that no dispatcher drives."""
+        """Check all machines for attempts that no dispatcher drives."""
         machines, names = await self._gateway.look(
             lambda s: (records.machines(s), records.names(s))
         )
@@ -458,7 +459,7 @@ class GlobalJobDispatcher:
             log.debug("%s is not reconciled: %s", machine.vm_id, error)
         except RunError as error:
             log.warning("%s is not reconciled: %s", machine.vm_id, error)
-        except Exception:  # a row written by hand must not keep the others from being looked at
+        except Exception:  # a row written by hand must not keep others from being reconciled
             log.exception("%s is not reconciled", machine.vm_id)
 
     async def _deal_with_strays(
@@ -489,12 +490,12 @@ class GlobalJobDispatcher:
                     pass
 
     async def _clear_now_and_then(self) -> None:
-        """Dispatchers that began together do not go on together."""
+        """Clear after a random delay: dispatchers that started together then do not clear together."""
         await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
         await self.clear()
 
     async def clear(self) -> None:
-        """Remove files that are no longer needed, on machines and here."""
+        """Remove files that are no longer needed, from machines and from this machine."""
         await self._clearing.clear_all(self._runner)
         parts = self._parts
         await self._gateway.write(
@@ -503,7 +504,7 @@ class GlobalJobDispatcher:
         )
 
     async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
-        """A machine that was declared lost answers. Nothing of the attempts that were given up may run there, ever, before it is used."""
+        """A machine that was declared lost answers. It is used again only once none of its given-up attempts runs or can start there."""
         vm_id = machine.vm_id
         left = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
         for member in left:
@@ -526,7 +527,7 @@ class GlobalJobDispatcher:
 
 
 async def _end(runner: Runner, state: MemberState) -> None:
-    """Whatever lives of it; what is still to begin never does."""
+    """Kill it if it lives; void it first if it may still start."""
     if state.may_begin:
         state = await runner.void(state.job, state.epoch)
     if state.lives:

@@ -1,12 +1,12 @@
-"""The command `groupwise fleet doctor`: whether database, doorbell, control plane and machines do what a fleet needs of them.
+"""The command `groupwise fleet doctor`: checks whether database, NATS, control plane and machines work as a fleet needs them to.
 
     database     reachable, its tables those of this version, its clock near ours
-    own disk     room for what jobs leave
-    NATS         where one is used, by what runs or else by the settings: reachable, and no release with known holes
+    own disk     room for the files of jobs
+    NATS         if it is used by running processes, or else by the settings: reachable, and no release with known holes
     roles        alive, and not crashing again and again
     machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
-                 run with the interpreter that its jobs get: whether it has this groupwise, and a torch that sees these GPUs
-    alarms       what `fleet status` would tell of: leaking GPUs, quarantines, cordons
+                 run with the interpreter of its jobs: whether it has this groupwise, and a torch that sees these GPUs
+    alarms       those of `fleet status`: leaking GPUs, quarantines, cordons
 
 It writes nothing to the database. On each machine it leaves nothing but the runner's file.
 """
@@ -54,15 +54,15 @@ from groupwise.jobs.hosts.port import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 
 CLOCK_SECONDS = 5.0
-"""Between the database's clock and ours; only the former decides anything, but logs and pages show both."""
+"""Allowed difference in seconds between the database's clock and ours; only the former decides anything, but logs and pages show both."""
 LEAST_NATS = (2, 9, 23)
-"""Older ones let strangers in where accounts and `authorization` are mixed (CVE-2023-47090)."""
+"""Older releases admit unauthenticated clients if accounts and `authorization` are mixed (CVE-2023-47090)."""
 LEAST_PYTHON = (3, 8)
 LEAST_DISK_MB = 5_000
 CRASHES = 3
 MACHINES_AT_ONCE = 16
 PROBE_TIMEOUT = 120.0
-"""Seconds for the tiny command to begin and end; importing torch from a slow disk takes a while."""
+"""Seconds for the tiny command to start and end; importing torch from a slow disk takes a while."""
 NATS_SECONDS = 3.0
 LOOK = """
 import importlib.metadata, json, os, platform, sys, warnings
@@ -97,13 +97,13 @@ if "torch" in said and sys.argv[1] == "gpus":
 print()
 print(json.dumps(said))
 """
-"""The tiny command's program. It is given no GPU and takes none: it counts those that torch could have."""
+"""The tiny command's program. It is given no GPU and uses none: it counts those that torch could use."""
 
 
 def examine(
     place: FleetPlace, only: Sequence[str] | None, on_finding: OnFinding | None = None
 ) -> Report:
-    """Look at all of it, passing each finding to `on_finding` at once; `only`: these machines and nothing else of their kind."""
+    """Run all checks, passing each finding to `on_finding` at once. `only`: check these machines, and no others."""
     findings = Findings(on_finding)
 
     def add(finding: Finding) -> None:
@@ -131,7 +131,7 @@ def examine(
 
 
 def _database(database: Database, add: OnFinding) -> bool:
-    """Check the database. Returns True if the other checks can go on."""
+    """Check the database. Returns True if the other checks can continue."""
     try:
         current = database.at_rest(schema.is_current)
     except GroupwiseError as error:
@@ -225,8 +225,8 @@ def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
 
 
 def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
-    """The address as users see it → the whole address, or None if it is unknown here. A running fleet may have been begun with options; if
-    nothing does, the settings say what will."""
+    """The address as users see it → the whole address, or None if it is unknown here. A running fleet may have been started with options;
+    if none runs, the settings apply."""
     own = place.nats_url
     whole = {} if own is None else {access_from(own, os.environ).shown: own}
     facts = [each["facts"] for each in database.read(status.processes) if each["alive"]]
@@ -240,7 +240,7 @@ def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]
 def _nats_at(visible_url: str, url: str) -> Finding:
     try:
         version = asyncio.run(_nats_version(url))
-    except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
+    except Exception as error:  # noqa: BLE001 — any error of the library means that it is not reachable
         return Finding(
             "NATS",
             "warning",
@@ -348,7 +348,7 @@ def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
 
 
 def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) -> None:
-    """Several at once; the findings of each come together, in the order of the machines' names."""
+    """Check several machines at once. The findings of each are reported together, in the order of the machines' names."""
 
     def known(session: Session) -> tuple[Sequence[Machine], Counter[str]]:
         return records.machines(session), Counter(session.scalars(select(GPU.vm_id)))
@@ -423,8 +423,8 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
 async def _of_elastic(
     name: str, runner: Runner, engine: Elastic, door: Door | None
 ) -> list[Finding]:
-    """Ask an engine that begins jobs elsewhere whether it would; a command is tried where it is asked, and so with the environment of jobs,
-    but not where they run."""
+    """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
+    environment of jobs, but not where they run."""
     _, found = await _answers(name, runner)
     about = f"{name} {engine.title}"
     if door is None or engine.problem is not None:
@@ -441,7 +441,7 @@ async def _of_elastic(
 
 
 async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
-    """The first checks for every machine."""
+    """The first checks, which every machine gets."""
     began = time.monotonic()
     hello = await runner.hello()
     took = time.monotonic() - began
@@ -526,7 +526,7 @@ def _gpus(name: str, observed: Observation, known: int) -> Finding:
 
 
 async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
-    """Run it from launch to exit, as a job would be run; its folder is removed. `gpus`: how many torch should see."""
+    """Run the tiny command from launch to exit, as a job would be run; its folder is removed. `gpus`: how many torch should see."""
     job = f"doctor-{secrets.token_hex(5)}"
     spec = JobSpec(
         (runner.python, "-c", LOOK, "gpus" if gpus else "none"),
@@ -553,13 +553,13 @@ async def _forget(runner: Runner, job: str) -> None:
         await runner.kill(job, 1, grace=0.0)
         await runner.forget(job, 1)
     except HostError:
-        pass  # the finding tells that the machine does not answer; a folder of some kilobytes is left there
+        pass  # the finding reports that the machine does not answer; a folder of some kilobytes stays there
 
 
 def _findings_of_machine(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
 ) -> list[Finding]:
-    """Findings from its end and its last line."""
+    """Findings from the tiny command's end and its last line."""
     about = f"{name} jobs"
     prepare = f"`groupwise fleet vm prepare {name}`"
     if state.refused is not None:
@@ -646,7 +646,7 @@ def _environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
 
 @functools.cache
 def _packed_here() -> str | None:
-    """The hash of our own wheel; None where there is nothing to pack it from, and so nothing to compare."""
+    """The hash of our own wheel; None if there are no sources to pack it from, and so nothing to compare."""
     try:
         return packing.pack().sha256
     except GroupwiseError:
@@ -654,7 +654,7 @@ def _packed_here() -> str | None:
 
 
 def _torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
-    """Check that torch is there, and sees the GPUs."""
+    """Check that torch is installed, and sees the GPUs."""
     about, torch = f"{name} torch", report.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"
     if torch is None:

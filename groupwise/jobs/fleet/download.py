@@ -1,12 +1,12 @@
-"""Downloads what a job left into a local folder: the same for a fleet that is reached directly and for one behind its API.
+"""Downloads the outputs of a job into a local folder, in the same way from a local fleet and over its HTTP API.
 
-The fleet says what there is, path → sha256, mode and size (`Source.artefacts`, `Source.checkpoints`), and gives the bytes of each file from
-an offset on. What lies in the folder is looked at before anything comes: a file that is right already is kept, one that is another is in
-the way, and nothing is fetched unless it may be replaced. Then each file comes under the name of its hash, `.<sha256>.part`, is hashed
-and flushed, and gets its own name: so what has that is whole and right. After an interruption whole files are kept, and the one that was
-on its way goes on where it ended. A file that cannot be had keeps no other from coming; it is reported when all others are here.
+The fleet lists the files, path → sha256, mode and size (`Source.artefacts`, `Source.checkpoints`), and serves the bytes of each file from
+a given offset. The local folder is checked first: files that already match are kept, and if others are in the way, nothing is fetched
+unless they may be replaced. Each file is then written under the name of its hash, `.<sha256>.part`, hashed and flushed, and renamed: a
+file with its final name is therefore complete and verified. After an interruption complete files are kept, and the partial one resumes
+where it ended. A file that cannot be fetched does not stop the others; it is reported after all others have arrived.
 
-Who says what there is, is not trusted with this disk: no path leads out of the folder.
+The fleet's list of files is not trusted with the local disk: no path leads out of the folder.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from groupwise.jobs.hosts.spec import SHA256, FileEntry, file_entry, path_proble
 
 Document = dict[str, Any]
 Tell = Callable[[int, int, str], None]
-"""Is told how many bytes are here, of how many, and the path of the file that is on its way; or what else is done with it."""
+"""Called with the bytes received so far, the total, and the path of the current file or another activity."""
 MAX_PATHS_LISTED = 5
-"""Paths in a message."""
+"""Maximum paths in a message."""
 PART = re.compile(rf"\.{SHA256.pattern}\.part")
 """Name of a file until it is complete."""
 OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
 """Refusals that concern one file only: it is gone, or its name or path is not accepted by the server or a proxy."""
 OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
-"""Errors of a disk that would take the file under another name."""
+"""Errors of a disk that would accept the file under another name."""
 
 
 class Sum:
-    """Sums up bytes as they come, or go, for a `Tell`."""
+    """Counts bytes received or sent, and reports the sum to a `Tell`."""
 
     def __init__(self, tell: Tell, of: int) -> None:
         self._tell, self._of = tell, of
         self._here = 0
 
     def more(self, what: str, count: int) -> None:
-        """So many more of this."""
+        """Add `count` bytes of `what`, and report the sum."""
         self._here += count
         self._tell(self._here, self._of, what)
 
@@ -62,17 +62,17 @@ def tell_nobody(here: int, of: int, path: str) -> None:
 
 
 class DownloadError(RunError):
-    """A file did not come, or cannot be written here. What has come is kept, and the same call goes on with it."""
+    """A file could not be fetched, or not be written here. Received data is kept, and the same call resumes from it."""
 
     code = "download"
 
 
 class _NotAsSaid(DownloadError):
-    """Other bytes came than the fleet says that the file has."""
+    """The received bytes differ from the hash or size that the fleet lists."""
 
 
 class Source(Protocol):
-    """A fleet, as far as files of its jobs are to be had of it."""
+    """A fleet, as a source of the files of its jobs."""
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """An attempt's artefacts; without `epoch` those of the newest attempt that left any."""
@@ -95,14 +95,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DownloadRequest:
-    """The part of a job's files to be fetched."""
+    """The choice of a job's files to fetch."""
 
     paths: Sequence[str] = ()
-    """Files and folders, as the fleet lists them; none: all."""
+    """Files and folders, as the fleet lists them; empty: all."""
     checkpoints: bool = False
-    """Its mirrored checkpoints in place of its artefacts."""
+    """True: its mirrored checkpoints instead of its artefacts."""
     epoch: int | None = None
-    """Only this attempt's files; None: the newest artefacts, and the checkpoints of all."""
+    """Only this attempt's files; None: the newest artefacts, or the checkpoints of all attempts."""
     rank: int = 0
     """Rank of the gang member."""
 
@@ -116,9 +116,9 @@ def fetch(
     force: bool = False,
     tell: Tell = tell_nobody,
 ) -> Document:
-    """Bring it into the folder; what came and what was there already, as `--json` prints it. `force`: other files there are replaced.
+    """Fetch the files into the folder; returns the document that `--json` prints. `force`: replace other files that are in the way.
 
-    Raises UsageError where a path is none of the job's, or other files are in the way; DownloadError, or what the source raises.
+    Raises UsageError if a path is none of the job's, or other files are in the way; DownloadError; and errors of the source.
     """
     if request.checkpoints:
         of_it = [
@@ -132,7 +132,7 @@ def fetch(
         newest: dict[str, Document] = {}
         for each in of_it:
             newest.setdefault(each["path"], each)
-        # Of two attempts that wrote a checkpoint under the same path, the newer one's counts.
+        # If two attempts wrote a checkpoint under the same path, the newer one counts.
         files = [_entries(each["files"]) for each in newest.values()]
         there = {path: entry for each in reversed(files) for path, entry in each.items()}
         left_out = []
@@ -178,7 +178,7 @@ def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
 def chosen(
     files: Mapping[str, FileEntry], words: Sequence[str], job_id: str
 ) -> dict[str, FileEntry]:
-    """The files that are named, or lie below a folder that is; all without words. Raises UsageError with what there is."""
+    """The files that `words` name, or that lie below a folder that they name; all if there are no words. UsageError lists the files."""
     found: dict[str, FileEntry] = {}
     for word in words:
         name = word.strip("/").removeprefix("./")
@@ -214,9 +214,9 @@ def bring(
     force: bool = False,
     tell: Tell = tell_nobody,
 ) -> frozenset[str]:
-    """All these files, below the folder; the paths of those that were right already. `pieces`: the bytes of one from an offset on.
+    """Fetch all these files into the folder; returns the paths that matched already. `pieces`: the bytes of a file from an offset on.
 
-    Raises DownloadError where some cannot be had, once all others are here.
+    Raises DownloadError if some cannot be fetched, after all others have arrived.
     """
     lacking: dict[str, str] = {}
     try:
@@ -246,7 +246,7 @@ def bring(
 
 
 def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
-    """Why this file cannot be had while others may. Raises the error again where it is about more than one."""
+    """The reason why this file alone cannot be fetched. Raises the error again if it concerns more than this file."""
     if isinstance(error, _NotAsSaid):
         return error.message
     if isinstance(error, OSError):
@@ -268,7 +268,7 @@ def _describe_missing(lacking: Mapping[str, str], of: int, folder: Path) -> str:
 
 
 def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
-    """The paths of files that are right already. Raises UsageError where others are in the way."""
+    """The paths of files that match already. Raises UsageError if others are in the way."""
     unchanged = {path for path, entry in files.items() if _is_right(folder / path, entry)}
     here = sorted(path for path in files.keys() - unchanged if os.path.lexists(folder / path))
     others = [path for path in here if not force or (folder / path).is_dir()]
@@ -302,7 +302,7 @@ def _one(
     path: str,
     tell: Callable[[int], None],
 ) -> None:
-    """Whole and verified, or not there. What an earlier try left may be torn: then once more, from the beginning."""
+    """Fetch one file: complete and verified, or not at all. The part of an earlier try may be damaged; then fetch it from scratch, once."""
     if PART.fullmatch(place.name):
         raise _NotAsSaid("files that are not whole yet have such names here")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -333,7 +333,7 @@ def _one(
 
 
 def _open_locked(part: Path) -> BinaryIO:
-    """Open and lock the file, so that no other process writes it. Raises DownloadError."""
+    """Open and lock the file, to exclude other processes. Raises DownloadError if another one has it."""
     file = part.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -350,7 +350,7 @@ def _open_locked(part: Path) -> BinaryIO:
 def _append(
     file: BinaryIO, entry: FileEntry, pieces: Iterator[bytes], tell: Callable[[int], None]
 ) -> bool:
-    """Write them behind what is there; whether the file is right then."""
+    """Append the pieces to the present content; returns whether size and hash then match."""
     hashed = hashlib.sha256()
     file.seek(0)
     while piece := file.read(PIECE):

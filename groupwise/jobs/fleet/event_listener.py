@@ -1,7 +1,7 @@
 """Prints the lines of `groupwise fleet up` while it runs: one for everything that happens to jobs and machines, read from the events.
 
-It begins with the present events; earlier ones are in `groupwise fleet list`. Nothing depends on it: if its output cannot be written, or
-anything else fails here, the fleet goes on.
+It starts with present events; earlier ones are in `groupwise fleet list`. Nothing depends on it: if its output cannot be written, or
+anything else fails here, the fleet continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.jobs.fleet.verbs.actor import Actor
 
 LOOK_SECONDS = 1.0
 READ = 200
-"""Events at once."""
+"""Events that are read at once."""
 LONGEST = 120
 
 T = TypeVar("T")
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class Newsreader:
-    """Says what happens, until it is cancelled."""
+    """Prints events until it is cancelled."""
 
     def __init__(
         self, place: FleetPlace, database: Database, say: Say, url: str | None = None
     ) -> None:
-        """`url`: of the fleet's API, where there is one."""
+        """`url`: the address of the fleet's API, if there is one."""
         self._place = place
         self._database = database
         self._say = say
@@ -49,12 +49,12 @@ class Newsreader:
         self._position = 0
 
     async def run(self) -> None:
-        """A greeting, then the news; until it is cancelled, or cannot be heard any more."""
+        """Print a greeting, then the events, until cancelled or until the output cannot be written any more."""
         try:
             await self._tell()
         except OSError as error:
             log.warning("the news cannot be written, so there is none any more: %s", error)
-        except Exception:  # a bug in what is said ends no role
+        except Exception:  # a bug in a line of text ends no role
             log.exception("there are no news any more; the fleet goes on")
 
     async def _tell(self) -> None:
@@ -81,7 +81,7 @@ class Newsreader:
         return await self._when_it_answers(lambda: self._database.read_in_thread(look))
 
     async def _when_it_answers(self, look: Callable[[], Awaitable[T]]) -> T:
-        """The roles themselves tell of a database that is away."""
+        """Repeat the read until the database answers; the roles themselves report an unreachable one."""
         while True:
             try:
                 return await look()
@@ -90,7 +90,7 @@ class Newsreader:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def _next(self, session: Session) -> tuple[list[str], int]:
-        """Lines for the events since the last time, and the new position."""
+        """Lines for the events since the last call, and the new position."""
         lines: list[str] = []
         position = self._position
         for event in events.after(session, position, READ):
@@ -161,7 +161,7 @@ def _without_gpus(slots: int | None) -> str:
 
 
 def _text(session: Session, event: Event) -> str | None:
-    """An event's text for people who watch; None: nothing that matters to them."""
+    """An event's text for users; None: it is not shown."""
     writer = _WRITERS.get(event.kind)
     return None if writer is None else writer(session, event)
 
@@ -209,7 +209,7 @@ def _not_mirrored(session: Session, event: Event) -> str:
 
 
 def _reachable(session: Session, event: Event) -> str | None:
-    """Again: that a new machine answers is what everybody expects."""
+    """Only a machine that was unreachable is reported: a new machine is expected to answer."""
     was = (event.before or {}).get("contact")
     return f"{event.vm_id} answers again" if was == Contact.UNREACHABLE else None
 

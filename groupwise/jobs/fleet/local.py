@@ -1,8 +1,8 @@
-"""A fleet of this machine: the client, answered by the API's own application in the same process.
+"""The client for a fleet whose folder is on this machine. Requests go to the API's application in the same process.
 
-So a command is written once, and each route, refusal and document has one implementation. Nothing need be running: the application opens
-the fleet's database and folder, and rings its doorbell when a job may begin sooner. Its caller is the user of the terminal, who may do
-everything, and also add a machine that is reached without SSH or whose host key is already verified, which no key from afar allows.
+So a command is written once, and each route, refusal and document has one implementation. No server has to run: the application opens
+the fleet's database and folder, and rings its doorbell when a job may start sooner. Its caller is the user of the terminal, who may do
+everything, and also add a machine that is reached without SSH or whose host key is already verified, which no key of the API allows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from groupwise.jobs.hosts.files import BlobStore
 
 log = logging.getLogger(__name__)
 URL = "http://fleet"
-"""Base of its addresses, which never leave the process."""
+"""Dummy base URL; requests never leave the process."""
 
 
 class _OpenedWhenRung(SeveralDoorbells):
@@ -43,7 +43,7 @@ class _OpenedWhenRung(SeveralDoorbells):
 
 
 class LocalFleet(FleetClient):
-    """The fleet in a folder of this machine. The caller that opened the database closes it, after this."""
+    """The fleet in a folder of this machine. The caller that opened the database closes it, after closing this client."""
 
     is_local = True
     tries = 1  # the database has already tried again
@@ -56,9 +56,9 @@ class LocalFleet(FleetClient):
         *,
         tell: Callable[[str], None] = log.warning,
     ) -> None:
-        """`user`: the name in the events of what is changed, as `user:ada`."""
+        """`user`: the actor in the events of its changes, such as `user:ada`."""
         self.place, self.database, self.user = place, database, user
-        # NATS is for programs: connecting takes longer than the other doorbells need to be heard.
+        # Without NATS: connecting takes longer than the other doorbells need to wake a dispatcher.
         self._doorbell = _OpenedWhenRung(
             doorbell_of(place.folder, database, None, os.environ).doorbells
         )
@@ -68,7 +68,7 @@ class LocalFleet(FleetClient):
         super().__init__(URL, key="", transport=self._transport, tell=tell)
 
     def on_behalf_of(self, who: str) -> Self:
-        """The same fleet, acting for the holder of the dashboard's key `who`; the local user acts as themselves."""
+        """A client of the same fleet that acts for the holder of the dashboard's key `who`; the local user acts as themselves."""
         if who == LOCAL.key_id:
             return self
         named = copy.copy(self)
@@ -78,7 +78,7 @@ class LocalFleet(FleetClient):
         return named
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
-        """Add one: the fields of `verbs.machines.NewMachine`, `transport` and `seen_host_key` among them."""
+        """Add a machine: the fields of `verbs.machines.NewMachine`, including `transport` and `seen_host_key`."""
         new = machines.NewMachine(**machine)
         return self.database.run(lambda session: machines.add(session, Actor(self.user), new))
 
@@ -97,8 +97,7 @@ class LocalFleet(FleetClient):
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
     def close(self) -> None:
-        """Give the doorbell a moment to send what it has not sent yet, and end the application."""
-        try:
-            self._transport.run(self._doorbell.close())
-        finally:
-            super().close()
+        # Without NATS: connecting takes longer than the other doorbells need to wake a dispatcher.
+        self._doorbell = _OpenedWhenRung(
+            doorbell_of(place.folder, database, None, os.environ).doorbells
+        )

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a fleet, made of the document that `groupwise fleet status` shows.
+"""Prometheus metrics of a fleet, made from the document of `groupwise fleet status`.
 
-What to watch: `groupwise_fleet_alarms` by kind (any above 0 wants attention), `groupwise_fleet_jobs` by status, the share of GPUs that are
-free while jobs are pending, and the seconds since the last heartbeat of each role, which every fleet has a series for.
+Metrics to watch: `groupwise_fleet_alarms` by kind (any above 0 needs attention), `groupwise_fleet_jobs` by status, the share of GPUs that
+are free while jobs are pending, and the seconds since the last heartbeat of each role, for which every fleet has a series.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from groupwise.jobs.fleet.verbs.status import NEEDED_ROLES
 
 
 def render(overview: Mapping[str, Any]) -> Iterator[str]:
-    """The lines. `overview`: see `groupwise.jobs.fleet.verbs.status.overview`."""
+    """The lines of the metrics. `overview`: see `groupwise.jobs.fleet.verbs.status.overview`."""
     jobs = [({"status": status}, count) for status, count in overview["jobs"].items()]
     yield from family("fleet_jobs", "gauge", "Jobs by status.", jobs)
     machines = overview["machines"]
@@ -48,6 +48,6 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _silence(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
-    """Infinite if no process has had the role for a day: if the series ended, so would the alert about it."""
+    """Seconds since the role's last heartbeat. Infinite if there was none for a day: if the series ended, so would the alert about it."""
     heard = (each["silent_seconds"] for each in processes if each["role"] == role)
     return min(heard, default=math.inf)

@@ -1,12 +1,12 @@
-"""The poller: observes every machine of the fleet again and again, and records what it saw.
+"""The poller: observes every machine of the fleet again and again, and records the observations.
 
 A scheduler keeps a due time for each machine and starts a poll then; no machine has two polls at once, so one that hangs delays only
 itself. The list of machines comes from the database every few seconds, so inserting a row is enough to add one. Polls are spread over the
-interval, with jitter. A machine that has missed several polls is asked ever more rarely, up to a bound, until its first answer. Connections
-are kept.
+interval, with jitter. A machine that has missed several polls is asked more and more rarely, up to a bound, until its first answer.
+Connections are kept.
 
-A machine whose key is not trusted is asked for nothing but its key. What an answer, or none, means is in `observation.py`. Several pollers
-on one fleet see the same and write it one after the other, newest last.
+Of a machine whose key is not trusted, nothing but the key is read. `observation.py` interprets answers and missing answers. Several pollers
+of one fleet observe the same and write it one after the other, newest last.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 
 class Clock(Protocol):
-    """Time as the poller sees it; tests have their own."""
+    """Source of time for the poller; tests use a fake one."""
 
     def now(self) -> float:
-        """Seconds, from any beginning, never backwards."""
+        """Seconds from an arbitrary start; never runs backwards."""
         ...
 
     async def pause(self, seconds: float, until: asyncio.Event) -> None:
@@ -70,38 +70,38 @@ class RealClock:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds, but for how many looks there are at once."""
+    """Intervals and time limits in seconds, and numbers of concurrent polls."""
 
     interval: float = 15.0
-    """Between two looks at a machine, give or take a tenth."""
+    """Seconds between two polls of a machine, plus or minus a tenth."""
     longest: float = 60.0
-    """Between two looks at one that does not answer."""
+    """Seconds between two polls of a machine that does not answer."""
     listed: float = 2.0
-    """Between two looks at the list of machines."""
+    """Seconds between two reads of the list of machines."""
     probe: float = 10.0
-    """Time that nvidia-smi has on a machine."""
+    """Time limit of nvidia-smi on a machine."""
     answer: float = 20.0
-    """Time limit of a whole look, connection included."""
+    """Time limit of a whole poll, connection included."""
     spread: float = 0.02
-    """Time per machine over which the first looks after a start are spread."""
+    """Time per machine over which the first polls after a start are spread."""
     connect: float = 5.0
     """Time limit of a new connection."""
     at_once: int = 256
-    """Looks that are under way at machines that answered last time."""
+    """Concurrent polls of machines that answered last time."""
     unsure_at_once: int = 64
-    """Concurrent looks at other machines: new connections, and probably futile attempts."""
+    """Concurrent polls of other machines: new connections, and probably futile attempts."""
     least: float = 1.0
-    """Between the end of a look and the next."""
+    """Minimum pause between the end of a poll and the next."""
 
     def after(self, misses: int) -> float:
-        """Seconds from the start of one look to the next, after that many looks in a row without an answer."""
+        """Seconds from the start of one poll to the next, after that many polls in a row without an answer."""
         further = max(0, misses - observation.MISSES + 1)
         return min(self.interval * 2.0 ** min(further, 16), max(self.longest, self.interval))
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A machine, and where its looks stand."""
+    """A machine, and the schedule of its polls."""
 
     machine: Machine
     due: float
@@ -109,13 +109,13 @@ class _Watched:
     look: asyncio.Task[None] | None = None
     misses: int = 0
     answered: bool = False
-    """The last time that it was asked."""
+    """True if it answered the last time that it was asked."""
     barred: bool = False
-    """It showed another key than the pinned one."""
+    """True if it showed another key than the pinned one."""
 
 
 class Poller:
-    """Looks at all machines until it is cancelled."""
+    """Polls all machines until it is cancelled."""
 
     def __init__(
         self,
@@ -140,19 +140,19 @@ class Poller:
             True: asyncio.Semaphore(self._pace.at_once),
             False: asyncio.Semaphore(self._pace.unsure_at_once),
         }
-        """Keyed by whether the machine answered last time, so that silent machines do not hold up the others."""
+        """Keyed by whether the machine answered last time: silent machines do not hold up the others."""
         self._watched: dict[str, _Watched] = {}
         self._queue: list[tuple[float, str]] = []
         self._stirred = asyncio.Event()
         self._never = asyncio.Event()
         self._ahead = 0.0
-        """The database's clock less ours."""
+        """The database's clock minus ours, in seconds."""
         self._complained = False
         self.lags: deque[float] = deque(maxlen=10_000)
-        """Seconds between when looks were due and when they began, at machines that answer; of the last ones."""
+        """Seconds from when polls were due until they started, at machines that answer; only the last ones."""
 
     async def run(self) -> None:
-        """Poll machines when they are due, for ever."""
+        """Poll machines when they are due, until cancelled."""
         listing = asyncio.create_task(self._keep_listing())
         try:
             while True:
@@ -192,7 +192,7 @@ class Poller:
                 first, self._complained = False, False
             except RunError as error:
                 self._complain(error)
-            except Exception:  # one look at the list must not be the last
+            except Exception:  # one failed read of the list must not be the last
                 logger.exception("the list of machines cannot be read")
             await self._clock.pause(self._pace.listed, self._never)
 
@@ -216,7 +216,7 @@ class Poller:
                     self._due_in(watched, 0.0)
 
     async def _let_go(self, watched: _Watched) -> None:
-        """Cancel the poll under way and close the connection: the machine has changed or is gone."""
+        """Cancel the poll in progress and close the connection: the machine has changed or is gone."""
         await cancel_and_wait(watched.look)
         watched.look = None
         await self._close(watched)
@@ -226,7 +226,7 @@ class Poller:
         if host is not None:
             with suppress(
                 TimeoutError
-            ):  # what a machine does not answer any more is not waited for
+            ):  # a machine that does not answer the close any more is not waited for
                 async with asyncio.timeout(self._pace.connect):
                     await host.close()
 
@@ -247,7 +247,7 @@ class Poller:
                 self._complained = False
             except RunError as error:
                 self._complain(error)
-            except Exception as error:  # a row written by hand must not end the looks at it
+            except Exception as error:  # a row written by hand must not end its polls
                 logger.exception("the look at machine %s failed", watched.machine.vm_id)
                 await self._missed_oddly(watched, error)
         watched.look = None
@@ -256,7 +256,7 @@ class Poller:
             self._due_in(watched, max(began + pause - self._clock.now(), self._pace.least))
 
     async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
-        """Record the error as a missed look, so that the author of the row sees it there."""
+        """Record the error as a missed poll: the author of the row then sees it there."""
         watched.misses += 1
         watched.answered = False
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
@@ -273,10 +273,10 @@ class Poller:
             logger.warning("what machines show cannot be written down: %s", error)
         self._complained = True
 
-    # --- a look -----------------------------------------------------------------------------------
+    # --- a poll -----------------------------------------------------------------------------------
 
     async def _look_now(self, watched: _Watched) -> bool:
-        """Returns True if it answered, even with an untrusted key."""
+        """Poll the machine; returns True if it answered, even with an untrusted key."""
         machine, asked_at = watched.machine, self._clock.now() + self._ahead
         try:
             if machine.transport != LOCAL and (machine.host_key is None or watched.barred):
@@ -306,7 +306,7 @@ class Poller:
                 await door.ask()
         except HostKeyError as error:
             await self._close(watched)
-            # The key of the machine, or that of a jump host on the way? Behind one, only reading it again tells.
+            # The key of the machine, or that of a jump host? With a jump host, only reading the key again shows which.
             if error.seen is None:
                 await self._way_not_trusted(watched, error)
             elif watched.machine.jump:

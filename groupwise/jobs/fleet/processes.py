@@ -1,10 +1,10 @@
-"""The processes of the control plane, by the database: which are alive, and which are certainly gone.
+"""The processes of the control plane, from the database: which are alive, and which are certainly gone.
 
-Each process has a row for each of its roles, and renews it every few seconds. A process that ends in order removes its rows. One that was
-killed leaves them, and silence alone does not tell it from one that hangs. So a row also identifies the process: the system on which it ran
-knows whether it is still alive. A process that starts a role removes the rows of those that are certainly gone; of a process on another
-system it is only known to be silent. In an embedded fleet a lock on a file of its folder is more reliable: it ends with its process,
-however that ends.
+Each process has a row for each of its roles, and renews it every few seconds. A process that ends normally removes its rows. One that was
+killed leaves them, and silence alone does not distinguish it from one that hangs. So a row also identifies the process: the system on which
+it ran knows whether it is still alive. A process that starts a role removes the rows of processes that are certainly gone; a process on
+another system is only known to be silent. In an embedded fleet a lock on a file of its folder is more reliable: it is released when its
+process ends in any way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from groupwise.jobs.fleet.store.tables import ControlProcess
 
 ROLES = ("dispatcher", "poller", "requeue", "tracker")
 API = "api"
-"""A process that answers, and does nothing else."""
+"""A process that only serves the API."""
 PROCESS = "process"
 """Key in `facts`: identifies the process among all that have had its pid."""
 NATS = "nats"
@@ -32,7 +32,7 @@ NATS = "nats"
 TELLING = "telling"
 """Key in `facts` of a tracker that reports ends of jobs to NATS: `trouble`, the known obstacle, or None."""
 NEWS = "tracker.nats"
-"""The reader of events that tells NATS of ends, by the name of its position."""
+"""The reader of events that announces ends of jobs to NATS: the name of its position in `cursors`."""
 FOLDER = "folder"
 """Key in `facts` of a process that uses the fleet's folder: identifies the folder, see `files.folders`."""
 RELEASE = "release"
@@ -40,12 +40,12 @@ RELEASE = "release"
 NOT_ASKED = "not_asked"
 """Key in `facts` of a dispatcher: machines it must have asked before it starts anything; absent: there are none."""
 OVER = ("Z", "X")
-"""States of what has ended, and stands in the system's table until its parent has asked how."""
+"""States of processes that have ended, but stay in the system's table until their parent has waited for them."""
 
 
 @contextlib.contextmanager
 def alone(folder: Path, role: str) -> Generator[None, None, None]:
-    """No other process of this machine plays the role for this folder meanwhile."""
+    """Ensure that no other process of this machine plays the role for this folder within the block."""
     with _lock_file(folder, role).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +62,7 @@ def _lock_file(folder: Path, role: str) -> Path:
 
 
 def _holder(file: IO[str]) -> str | None:
-    """Its pid."""
+    """The pid in a lock file, if there is one."""
     file.seek(0)
     pid = file.read(32).strip()
     return pid if pid.isdecimal() else None
@@ -77,7 +77,7 @@ def _taken_message(folder: Path, role: str, pid: str | None) -> str:
 
 
 def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
-    """The process that plays a role for this folder, described for people, ignoring the roles `but`; None: there is none."""
+    """A description of a process that plays a role for this folder, ignoring the roles `but`; None: there is none."""
     for role in (*ROLES, API):
         with (
             contextlib.suppress(FileNotFoundError),
@@ -103,12 +103,12 @@ def identity(pid: int) -> dict[str, Any] | None:
 
 
 def _process_state(pid: int) -> tuple[str, int] | None:
-    """Its state, and the clock ticks from the start of the system to its own."""
+    """Its state, and the clock ticks from the start of the system to the start of the process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text[text.rindex(")") + 2 :].split()
         return fields[0], int(fields[19])
-    except (OSError, ValueError, IndexError):  # it has just ended, perhaps
+    except (OSError, ValueError, IndexError):  # it may just have ended
         return None
 
 
@@ -124,7 +124,7 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's, and alive
+    except OSError:  # another user's process, which is alive
         pass
     now = _process_state(pid)
     return now is not None and (now[0] in OVER or now[1] != then.get("ticks"))

@@ -1,21 +1,21 @@
 """The requeue manager: once a minute it looks for inconsistent rows and repairs them.
 
-Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to
-find. What this finds was left by a mistake: a row that was changed by hand, capacity that was not announced, a program that had a
-fault. It is level-triggered and remembers nothing between two sweeps. Each repair looks again under the row's lock before it writes:
-a process at work on a row is not disturbed, and several managers do each repair once.
+Every change of a job's status is written in one transaction together with its cause, so in a healthy fleet there is nothing to find.
+Inconsistent rows are left by mistakes: a row that was changed by hand, free capacity that was not announced, a bug. The manager is
+level-triggered and keeps no state between two sweeps. Each repair checks again under the row's lock before it writes: a process at work on
+a row is not disturbed, and several managers do each repair once.
 
-    running without a live attempt    goes where the end of its newest attempt says; back into the queue where there is none
-    pending, and could begin          into the queue
+    running without a live attempt    moves on according to its newest attempt; back into the queue if there is none
+    pending, and could start          into the queue
     never admitted                    is admitted, or fails with its reason
-    reserved for an attempt that is   closed: that its machine holds nothing of it has been seen
+    reserved for an attempt that is   closed: its machine was seen to hold nothing of it
       over and clean
-    a machine runs of it what no      held back for longer: its machine may be silent, and run it on
-      table knows
-    to wait longer than any pause     may begin now: the database's clock was set back
+    with an untracked attempt on a    held back for longer: the machine may be silent, and still run it
+      machine
+    waits longer than any pause       may start now: the database's clock was set back
     silent beyond its deadman         reported to the operator: its controller should have ended it
 
-It never asks a machine anything, and never touches a job that has a live attempt.
+It never connects to a machine, and never touches a job that has a live attempt.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from groupwise.jobs.hosts.failures import FailureClass
 INTERVAL = 60.0
 """Seconds between two sweeps."""
 LONGEST_PAUSE = max(BACKOFF_CAP, untracked_processes.HELD_BACK) + 5.0
-"""Seconds until a job may begin, whatever it waits for."""
+"""Longest time in seconds until a job may start, regardless of the reason for waiting."""
 AT_ONCE = 100
-"""Rows of one kind that are repaired in one transaction; the rest follows at once."""
+"""Rows of one kind that are repaired in one transaction; the rest follow at once."""
 DRIVEN_LATE = 120.0
 """Seconds after the end of an attempt's deadman within which its driver should have noticed."""
 ACTOR = "requeue"
@@ -72,13 +72,13 @@ class RequeueManager:
         self._chance = chance or random.Random()
 
     async def run(self) -> None:
-        """Sweep, for ever."""
+        """Sweep until cancelled."""
         while True:
             await self.sweep()
             await asyncio.sleep(self._interval * self._chance.uniform(0.9, 1.1))
 
     async def sweep(self) -> dict[str, int]:
-        """Repair what there is to repair; how many of each kind. A kind that fails does not keep the others from being looked at."""
+        """Repair inconsistent rows; returns how many of each kind. A repair that fails does not prevent the others."""
         repairs: dict[str, Callable[[Session], int]] = {
             "running without a live attempt": lambda s: move_strays(s, self._chance),
             "reserved for what is over": close_leaked,
@@ -108,7 +108,7 @@ class RequeueManager:
 
 
 def move_strays(session: Session, chance: random.Random) -> int:
-    """Move on jobs that are running without a live attempt; returns how many."""
+    """Give jobs that are running without a live attempt their next status; returns how many."""
     live = exists().where(Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED)
     found = session.scalars(
         select(Job)
@@ -117,7 +117,7 @@ def move_strays(session: Session, chance: random.Random) -> int:
         .limit(AT_ONCE)
         .with_for_update(skip_locked=True, key_share=True)
     ).all()
-    # Between query and lock a dispatcher may have claimed one; a second query, under the lock, sees that.
+    # Between query and lock a dispatcher may have claimed one; a second query, with the lock held, sees that.
     job_ids = [job.job_id for job in found]
     busy = set(
         session.scalars(
@@ -136,7 +136,7 @@ def move_strays(session: Session, chance: random.Random) -> int:
 
 
 def _move(session: Session, job: Job, chance: random.Random) -> None:
-    """Move the job on as the end of its newest attempt would have done, or as if a void attempt had ended."""
+    """Set the job's next status as the end of its newest attempt would have, or as if a void attempt had ended."""
     attempt = session.scalars(
         select(Attempt)
         .where(Attempt.job_id == job.job_id, Attempt.generation == job.generation)
@@ -183,11 +183,11 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
     )
 
 
-# --- the others -----------------------------------------------------------------------------------
+# --- other repairs --------------------------------------------------------------------------------
 
 
 def close_leaked(session: Session) -> int:
-    """Reservations of attempts that are over, and of which nothing was left on any machine."""
+    """Close reservations of attempts that are over and have left nothing on any machine; returns how many."""
     over = (
         select(Reservation.reservation_id, Reservation.epoch, Reservation.vm_id, Attempt.job_id)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
@@ -224,24 +224,24 @@ def close_leaked(session: Session) -> int:
 
 
 def admit_late(session: Session, secrets: AllowedSecrets) -> int:
-    """Admit new rows, as dispatchers do too if there are any; a batch in each sweep."""
+    """Admit new rows, which dispatchers do too if any run; one batch in each sweep."""
     return min(admission.admit_new(session, AT_ONCE, secrets), AT_ONCE - 1)
 
 
 def wake_waiting(session: Session) -> int:
-    """Wake jobs that could begin now and were not woken; a batch in each sweep."""
+    """Wake jobs that could start now and were not woken; one batch in each sweep."""
     return min(requeue_pending.wake(session, actor=ACTOR), AT_ONCE - 1)
 
 
 def hold_back(session: Session) -> int:
-    """Hold back jobs of unknown attempts last seen on machines now silent; this counts as no repair, so that it is not reported again."""
+    """Hold back jobs of untracked attempts that were last seen on machines now silent. Counts as no repair, to avoid repeated reports."""
     silent = untracked_processes.on_machines(session, silent=True)
     untracked_processes.hold_back(session, {each["job_id"] for _, each in silent})
     return 0
 
 
 def shorten_pauses(session: Session) -> int:
-    """Pauses that were counted before the database's clock was set back. It keeps on until there are none, so that none is passed over."""
+    """Shorten pauses that were set before the database's clock was set back; returns how many, until none is left."""
     now = seconds(session)
     late = select(Job.job_id).where(
         Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)),
@@ -255,8 +255,8 @@ def shorten_pauses(session: Session) -> int:
 
 
 def tell_overdue(session: Session) -> int:
-    """Attempts whose deadman has ended them for certain, and that are live all the same: once each."""
-    # Events are found by their job, since they are many and no index has their epochs.
+    """Report attempts that are live although their deadman has ended them for certain; each is reported once."""
+    # Events are selected by job, since there are many and no index covers their epochs.
     reported = exists().where(
         Event.job_id == Attempt.job_id,
         Event.epoch == Attempt.epoch,
@@ -306,7 +306,7 @@ def _patience(handle: dict[str, Any]) -> float:
 
 
 def _adopted_at(session: Session, job_id: str, epoch: int) -> float:
-    """Time when the attempt was last adopted, since its new owner counts from there; 0.0: never."""
+    """Time when the attempt was last adopted, since its new owner measures silence from then; 0.0: never."""
     taken = select(func.max(Event.at)).where(
         Event.job_id == job_id, Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
     )

@@ -1,8 +1,8 @@
-"""Retries against a fleet that does not answer, so that a restart of its API or database does not end the following of a job after hours.
+"""Retries against a fleet that does not answer: following a job for hours must survive a restart of the fleet's API or database.
 
-A single question has its own few tries, and fails within seconds, since a person waits for it. Following, waiting, submitting and
-transferring files are retried for minutes, because nothing is lost by that: the request may be repeated, and says where it goes on. One
-message says that the fleet is away, and one that it is back.
+A single request has its own few tries, and fails within seconds, since a user waits for it. Following, waiting, submitting and
+transferring files are retried for minutes, which is safe: the request may be repeated, and states where to continue. One message is printed
+when the fleet stops answering, and one when it answers again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 ASK_ON = 600.0
 """Seconds of retries against a fleet that does not answer."""
 PAUSE = 1.0
-"""Seconds between two retries; each question has further tries with pauses of its own."""
+"""Seconds between two retries; each request has further tries with shorter pauses."""
 PASSING = frozenset({"database_away", "shutting_down", "in_progress", "timed_out"})
-"""Refusals by which an API says that it can answer later."""
+"""Refusals after which an API can answer later."""
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +31,7 @@ class AwayError(RunError):
     code = "away"
 
     def __init__(self, message: str, *, passing: bool = True) -> None:
-        """`passing`: it may answer later without anybody changing what was asked, or how."""
+        """`passing`: it may answer later without any change to the request."""
         super().__init__(message)
         self.passing = passing
 
@@ -47,12 +47,12 @@ class Patience:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell`: called when the fleet is away, and when it is back; without it a warning is logged."""
+        """`tell`: called when the fleet stops answering, and when it answers again; by default these messages are logged as warnings."""
         self.seconds = seconds
         self._tell, self._sleep, self._clock = tell, sleep, clock
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Ask a repeatable question until it is answered. At the end of patience its last error is raised."""
+        """Repeat a safe request until it is answered. When the time is over, its last error is raised."""
         silence = self.silence()
         while True:
             try:
@@ -64,12 +64,12 @@ class Patience:
                 return answer
 
     def silence(self) -> Silence:
-        """The tracker of one silence, for callers that do not use `ask`."""
+        """Track a period without an answer, for callers that do not use `ask`."""
         return Silence(self.seconds, self._tell, self._sleep, self._clock)
 
 
 class Silence:
-    """A time without an answer."""
+    """A period without an answer."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Silence:
         self._since: float | None = None
 
     def goes_on(self, error: GroupwiseError) -> None:
-        """Pause before the next question. Raises the error where another would not help, or has been tried for long enough."""
+        """Pause before the next request. Raises the error if another try would not help, or the time for retries is over."""
         now = self._clock()
         since = now if self._since is None else self._since
         if not is_passing(error) or now - since >= self._seconds:
@@ -96,14 +96,14 @@ class Silence:
         self._sleep(PAUSE)
 
     def is_over(self) -> None:
-        """It has answered."""
+        """Note that the fleet has answered."""
         if self._since is not None:
             self._since = None
             self._tell("the fleet answers again")
 
 
 def is_passing(error: GroupwiseError) -> bool:
-    """True if the same question may be answered later."""
+    """True if the same request may be answered later."""
     if isinstance(error, Refusal):
         return error.code in PASSING
     return isinstance(error, AwayError) and error.passing

@@ -1,9 +1,9 @@
 """Secrets of jobs: which variables and files of the control machine a job may be given, and their values.
 
 A job names its secrets (`env:HF_TOKEN`, `file:/etc/groupwise/secrets/token`) and the dispatcher reads them where it runs, with its own
-rights. So the fleet's operator says which jobs may have, by patterns (`allowed_secrets` of the settings); a submitter only
-chooses among them. That is looked at twice: when a job is admitted, for an answer at once, and when a value is read, since a row may
-have changed since, and a link may lead elsewhere than its name says. No message of either ever holds a value.
+rights. So the fleet's operator defines by patterns (`allowed_secrets` of the settings) which secrets jobs may have; a submitter only
+chooses among them. The patterns are checked twice: when a job is admitted, for an immediate answer, and when a value is read, since a row
+may have changed since, and a link may lead out of its folder. No message of either check ever holds a value.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from pathlib import Path
 SETTING = "allowed_secrets"
 VARIABLES = ("env:HF_TOKEN", "env:WANDB_API_KEY", "env:OPENAI_API_KEY")
 FOLDER = "file:secrets/*"
-"""Files directly in `secrets` of the fleet's folder."""
+"""Files directly in the folder `secrets` of the fleet's folder."""
 BY_DEFAULT = (*VARIABLES, FOLDER)
 MOST_BYTES = 64 * 1024
-"""Largest value: it becomes a variable of an environment."""
+"""Maximum bytes of a value: it becomes an environment variable."""
 
 _VARIABLE = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
 _WILD = re.compile(r"[*?\[]")
 
 Secrets = Callable[[Mapping[str, str]], Mapping[str, str]]
-"""Variable → reference, to variable → value."""
+"""Function from variable → reference to variable → value."""
 
 
 class SecretMissing(Exception):
-    """A reference leads nowhere, or where no job may look; the message names it, and never a value."""
+    """A reference leads nowhere, or to a place that is not allowed; the message names it, and never a value."""
 
 
 def pattern_problems(pattern: str) -> list[str]:
-    """Describe what is wrong with one of the operator's patterns."""
+    """Problems of one of the operator's patterns, as messages."""
     kind, _, what = pattern.partition(":")
     if kind == "env" and _VARIABLE.fullmatch(what):
         return []
@@ -48,7 +48,7 @@ def pattern_problems(pattern: str) -> list[str]:
 
 
 def _is_plain(path: str) -> bool:
-    """No part of it leads elsewhere than it says."""
+    """True if no part of the path is empty, `.` or `..`."""
     return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
@@ -58,7 +58,7 @@ class AllowedSecrets:
 
     patterns: Sequence[str] = VARIABLES
     folder: Path | None = None
-    """The fleet's folder: relative patterns of files begin there."""
+    """The fleet's folder: relative patterns of files start there."""
 
     def problems(self, references: Mapping[str, str]) -> list[str]:
         """Reasons why a job may not have some of these secrets, judged by the text of the references alone."""
@@ -69,7 +69,7 @@ class AllowedSecrets:
         ]
 
     def read(self, references: Mapping[str, str]) -> dict[str, str]:
-        """The values; a last end of line of a file is no part of one. Raises SecretMissing."""
+        """Read the values; a newline at the end of a file is removed. Raises SecretMissing."""
         return {name: self._value(name, reference) for name, reference in references.items()}
 
     def _refusal(self, reference: str) -> str | None:
@@ -104,7 +104,7 @@ class AllowedSecrets:
                 yield f"{self.folder}/{each}"
 
     def _matching_patterns(self, path: str) -> list[str]:
-        """The patterns that a path is meant by."""
+        """The patterns that match a path."""
         return [each for each in self._files() if _matches(path, each)]
 
     def _value(self, name: str, reference: str) -> str:
@@ -119,7 +119,7 @@ class AllowedSecrets:
         return value
 
     def _content(self, name: str, path: str) -> str | None:
-        """Content of a file that lies where its name says: links are followed only within the folder that a pattern names."""
+        """Content of a file; None if it cannot be read. Links are followed only within the folder that a pattern names."""
         try:
             real = os.path.realpath(path, strict=True)
             if not any(_is_below(real, _root(each)) for each in self._matching_patterns(path)):
@@ -127,7 +127,7 @@ class AllowedSecrets:
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
                 )
             return _text(real)
-        except (OSError, ValueError):  # ValueError: no text, or a path that cannot be one
+        except (OSError, ValueError):  # ValueError: not a text, or not a valid path
             return None
 
 
@@ -136,13 +136,13 @@ UNLESS_TOLD = AllowedSecrets()
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Part by part, so that `*` is one name and never a path."""
+    """Match part by part: `*` matches one name and never a path."""
     parts, patterns = path.split("/"), pattern.split("/")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _root(pattern: str) -> str:
-    """The folder above the first part that is not written out; it is the operator's own, and may be a link."""
+    """The folder above the first part with a wildcard; it is the operator's own, and may be a link."""
     parts = pattern.split("/")[:-1]
     fixed = next((n for n, part in enumerate(parts) if _WILD.search(part)), len(parts))
     return os.path.realpath("/".join(parts[:fixed]) or "/")
@@ -153,7 +153,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _text(path: str) -> str:
-    """ValueError where it is not text; OSError where it is no file that can be read as a whole."""
+    """The text of a file. Raises ValueError if it is not text, OSError if it is no plain file or too long."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(file, "rb") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):

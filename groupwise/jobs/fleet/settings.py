@@ -1,11 +1,11 @@
-"""The settings of a fleet: where it is kept, and how often its roles look around.
+"""The settings of a fleet: its folder, and how often its roles check for changes.
 
-A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is set), logs, artefacts and
-the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. The same two may
-name the address of a fleet's HTTP API instead: then there is nothing else to set here, because the operator of the API has done it.
+A fleet is identified by one folder, which holds the database (SQLite in the folder, unless a PostgreSQL URL is set), logs, artefacts and
+the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. Both may also
+name the address of a fleet's HTTP API: then there is nothing else to set here, because the operator of the API has done so.
 
-Defaults come first; `fleet.yaml` in the folder is laid over them, then variables of the environment (`GROUPWISE_FLEET_POLL_SECONDS=5`),
-then options of the command line. No password has to stand in any of them: `database` may leave it to PGPASSWORD or a `.pgpass` file.
+The defaults are overridden by `fleet.yaml` in the folder, that by environment variables (`GROUPWISE_FLEET_POLL_SECONDS=5`), and those by
+options of the command line. None of them needs a password: `database` may leave it to PGPASSWORD or a `.pgpass` file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from groupwise.jobs.fleet.secrets import AllowedSecrets
 VARIABLE = "GROUPWISE_FLEET"
 """Names the folder of the fleet, or the address of its API."""
 ENVIRONMENT = "GROUPWISE_FLEET_"
-"""Beginning of the variables that are settings."""
+"""Prefix of the environment variables that are settings."""
 FILE = "fleet.yaml"
 """File in the folder with the permanent settings."""
 DEFAULT_FOLDER = "~/.groupwise/fleet"
@@ -51,8 +51,8 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _checked_nats(url: str | None) -> str | None:
-    """Checked at start-up, since a fleet that waits for a server is as silent as one with a mistake. Messages hold nothing that may be
-    secret."""
+    """Check the URL at start-up: waiting for a server that never comes would look the same as a typing error. Messages contain no part that
+    may be secret."""
     for one in () if url is None or url == OFF else url.split(","):
         if not _is_nats(one.strip()):
             visible_url = "one with a user or a token in it" if "@" in one else repr(one.strip())
@@ -66,7 +66,7 @@ def _is_nats(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # no number where the port should be
+    except ValueError:  # the port is no number
         return False
 
 
@@ -149,12 +149,12 @@ class FleetPlace:
     """A fleet that this machine can reach directly: its folder and its settings."""
 
     folder: Path
-    """Absolute."""
+    """The absolute path of its folder."""
     settings: FleetSettings
 
     @property
     def database_url(self) -> str:
-        """The URL of the database, as SQLAlchemy takes it."""
+        """The URL of the database, in SQLAlchemy's format."""
         return self.settings.database or f"sqlite:///{self.folder / DATABASE_FILE}"
 
     @property
@@ -164,7 +164,7 @@ class FleetPlace:
 
     @property
     def nats_url(self) -> str | None:
-        """The address of NATS; None: without."""
+        """The URL of NATS; None: the fleet uses none."""
         url = self.settings.nats_url
         if url is None and not self.is_embedded:
             return DEFAULT_NATS
@@ -172,31 +172,32 @@ class FleetPlace:
 
     @property
     def secrets(self) -> AllowedSecrets:
-        """Secrets of this machine that its jobs may be given."""
+        """The secrets of this machine that jobs may be given."""
         return AllowedSecrets(self.settings.allowed_secrets, self.folder)
 
     @property
     def logs(self) -> Path:
-        """`<job>.log` is the newest log of a job, `<job>/<epoch>.log` that of one attempt."""
+        """Folder of logs: `<job>.log` is the newest log of a job, `<job>/<epoch>.log` that of one attempt."""
         return self.folder / "logs"
 
     @property
     def artefacts(self) -> Path:
-        """`<job>/<epoch>/…`: what attempts left."""
+        """Folder of artefacts: `<job>/<epoch>/…`."""
         return self.folder / "artefacts"
 
     @property
     def blobs(self) -> Path:
-        """Files that jobs take along, and mirrored checkpoints, by their hash."""
+        """Folder of blobs: files sent with jobs, and mirrored checkpoints, named by hash."""
         return self.folder / "blobs"
 
     @property
     def growing(self) -> tuple[Path, ...]:
-        """Folders of the control machine that jobs fill, each maybe on a disk of its own."""
+        """Folders of the control machine that jobs fill; each may be on a separate disk."""
         return self.logs, self.artefacts, self.blobs
 
     def keep_private(self) -> None:
-        """Make its folder for this user alone, mend what others may enter, and let this process make nothing that others may read."""
+        """Create the folder, readable by this user only, also remove other users' rights to existing folders, and set the umask
+        accordingly."""
         os.umask(0o077)
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, *self.growing):
@@ -216,9 +217,9 @@ def find(
     environment: Mapping[str, str],
     options: Mapping[str, Any] | None = None,
 ) -> FleetPlace | FleetAddress:
-    """The fleet that is meant: `told` by --fleet, else the environment's, else the one of this user.
+    """Find the fleet: named by `option` (--fleet), else by the environment, else the default folder of this user.
 
-    `options` are those of the command line that were given, by their key. Raises ConfigError with everything that is wrong.
+    `options` are the given options of the command line, by settings key. Raises ConfigError with all problems.
     """
     name = option or environment.get(VARIABLE) or DEFAULT_FOLDER
     if _ADDRESS.match(name):
@@ -234,7 +235,7 @@ def find(
 def read_settings(
     file: Path, environment: Mapping[str, str], options: Mapping[str, Any]
 ) -> FleetSettings:
-    """Settings of a file that need not be there, with environment and options laid over it. Raises ConfigError."""
+    """Read the settings file, if it exists, and apply environment and options. Raises ConfigError."""
     tree = read_yaml(file) if file.exists() else Tree("settings")
     known = keys_of(FleetSettings)
     texts = frozenset(key for key in known if known[key].annotation == str | None)

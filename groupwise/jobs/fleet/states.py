@@ -1,15 +1,15 @@
 """The states of jobs and attempts, and which may follow which: the one table that code and database obey.
 
 A job waits (queued, pending, held), runs, and ends (completed, failed, cancelled). While it runs it has exactly one live attempt; an
-attempt is one execution, known by its epoch, and no epoch is used twice. `database.py` makes triggers of these tables, so that no
-program, and no person at a prompt, can move a row along a way that is not here.
+attempt is one execution, identified by its epoch, and no epoch is used twice. `triggers.py` makes triggers of these tables, so no program,
+and no user at a prompt, can make a transition that is not listed here.
 
     job       queued → pending → queued → running → completed | failed | cancelled | queued (again)
               queued | pending ⇄ held
     attempt   reserved → launching → running → collecting → ended
 
-Beside the state of an attempt stand things that are no states: whether its machine answers (`contact`), whether someone wants it
-cancelled, and whether what it held has been found free again (`cleanup`). An attempt that has ended keeps its reservations until then.
+In addition to its state, an attempt has properties that are no states: whether its machine answers (`contact`), whether its cancellation
+was requested, and whether its resources were found free again (`cleanup`). An attempt that has ended keeps its reservations until then.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from enum import StrEnum
 
 
 class JobStatus(StrEnum):
-    """The status of a job. The words are those of the column `jobs.status`."""
+    """The status of a job: the values of the column `jobs.status`."""
 
     QUEUED = "queued"
     """May be claimed, once its `not_before` has come."""
     PENDING = "pending"
-    """Nothing that it could run on is free; `blocked_reasons` says why. A change of capacity wakes it."""
+    """No suitable machine or GPU is free; `blocked_reasons` holds the reasons. A change of capacity wakes it."""
     HELD = "held"
     """Waits because an operator, or the user who submitted it, put it on hold."""
     RUNNING = "running"
@@ -35,14 +35,14 @@ class JobStatus(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """The state of an attempt. The words are those of the column `attempts.state`."""
+    """The state of an attempt: the values of the column `attempts.state`."""
 
     RESERVED = "reserved"
-    """Claimed in the database; no machine has been spoken to."""
+    """Claimed in the database; no machine has been contacted."""
     LAUNCHING = "launching"
-    """A machine may have been told; only its runner knows."""
+    """A launch request may have been sent; only the machine's runner knows whether it arrived."""
     RUNNING = "running"
-    """The runners of all members said so."""
+    """The runners of all members have reported that it runs."""
     COLLECTING = "collecting"
     """The command has ended; log and artefacts are being fetched."""
     ENDED = "ended"
@@ -53,23 +53,23 @@ class Outcome(StrEnum):
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """Ended with a failure class."""
+    """It ended with a failure class."""
     CANCELLED = "cancelled"
     VOID = "void"
     """It never ran, and never will: the runner acknowledged `void`, or nothing was ever sent."""
 
 
 class Cleanup(StrEnum):
-    """Tells if what an attempt held is free: the column `attempts.cleanup`."""
+    """Whether the resources of an attempt are free again: the column `attempts.cleanup`."""
 
     PENDING = "pending"
     CLEAN = "clean"
     LEAKING = "leaking"
-    """Something of it still holds a GPU; the GPU is not used again, and the machine's operator is told."""
+    """The attempt still holds a GPU, which is not used again; the machine's operator is alerted."""
 
 
 class Contact(StrEnum):
-    """Tells if a machine answers."""
+    """Whether a machine answers: the columns `vms.contact` and `attempts.contact`."""
 
     NEW = "new"
     OK = "ok"
@@ -110,11 +110,11 @@ JOB_MOVES: Mapping[JobStatus, frozenset[JobStatus]] = {
     JobStatus.FAILED: frozenset({JobStatus.QUEUED}),
     JobStatus.CANCELLED: frozenset({JobStatus.QUEUED}),
 }
-"""Only `retry` leads back out of failed and cancelled, with a new generation: the trigger wants `generation` to rise by one."""
+"""Only `retry` leads out of failed and cancelled, with a new generation: a trigger demands that `generation` rises by one."""
 
 RETRIED_FROM = frozenset({JobStatus.FAILED, JobStatus.CANCELLED})
 FINAL = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
-"""Within one generation nothing follows these."""
+"""The final statuses of a generation."""
 
 ATTEMPT_BEGINS = frozenset({AttemptState.RESERVED})
 

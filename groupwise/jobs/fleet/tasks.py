@@ -18,7 +18,7 @@ async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel the tasks that still run, and wait until all have ended. What they raised is dropped: they report it themselves."""
+    """Cancel the tasks that still run, and wait until all have ended. Their errors are dropped: the tasks report them themselves."""
     running = {task for task in tasks if task is not None}
     while running:
         for task in running:

@@ -1,8 +1,9 @@
-"""Validation of texts: what a database can store, JSON can carry and a program can receive as an argument.
+"""Validation of texts: whether a database can store them, JSON can carry them and a program can receive them as an argument.
 
-Two things cannot be passed on: NUL, which ends a string for PostgreSQL and for every program, and lone surrogates, which Python makes of
-bytes that are not UTF-8 (an argument or a file name in another encoding). A submitter of such a text learns where it is. Rows written by
-hand may hold them all the same, and infinite numbers, which JSON cannot express either: `json_safe` replaces them by what can be shown.
+Two things cannot be passed on: NUL, which ends a string for PostgreSQL and for every program, and lone surrogates, into which Python
+decodes bytes that are not UTF-8 (an argument or a file name in another encoding). The refusal of such a text states its position. Rows
+written by hand may hold them all the same, and infinite numbers, which JSON cannot express either: `json_safe` replaces them by displayable
+values.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any, cast
 from groupwise.api.schemas.problems import Refusal
 
 MOST_PROBLEMS = 10
-"""Problems listed in one refusal."""
+"""Maximum problems listed in one refusal."""
 
 _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def text_problems(value: Any, place: str) -> Iterator[str]:
-    """Texts in a document, keys too, that cannot be passed on, with their paths."""
+    """Yield a message for each text in a document, including keys, that cannot be passed on, with its path."""
     if isinstance(value, str):
         if (found := _NOT_PASSABLE.search(value)) is not None:
             what = "a NUL character" if found[0] == "\0" else "bytes that are no UTF-8"
@@ -37,7 +38,7 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
 
 
 def require_passable(*names: str, **given: Any) -> None:
-    """Raise `invalid_request` unless all of it can be passed on. `names`: the names as the user typed them."""
+    """Raise `invalid_request` unless all values can be passed on. `names`: the names as the user typed them."""
     texts = [*((ascii(name)[:80], name) for name in names), *given.items()]
     wrong = [problem for place, value in texts for problem in text_problems(value, place)]
     if wrong:
@@ -45,7 +46,7 @@ def require_passable(*names: str, **given: Any) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """A document as JSON can say it: null for NaN and infinities, `?` for half a character."""
+    """Replace values that JSON cannot express: NaN and infinities by null, lone surrogates by `?`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

@@ -1,15 +1,16 @@
-"""The tracker: tells the world that a job has ended, on `jobs.completed` and `jobs.errored` of NATS and to the job's own webhook.
+"""The tracker: announces that a job has ended, on `jobs.completed` and `jobs.errored` of NATS and to the job's own webhook.
 
-It follows the events of the fleet; the dispatcher that ended the job wrote one in the same transaction. Each outlet keeps a position of
-its own in `cursors`, and moves it only over what was acknowledged: told at least once, so that a restart of the tracker or of NATS may
-double an announcement (its `event_id` says so) and never loses one. Several trackers at once tell more than once, and do no other harm.
+It follows the events of the fleet; the dispatcher that ended the job wrote one in the same transaction. Each outlet keeps its own
+position in `cursors` and moves it only past events that were acknowledged. Delivery is therefore at least once: a restart of the tracker
+or of NATS may repeat an announcement (its `event_id` shows that) but never loses one. Several trackers at once repeat announcements, and
+do no other harm.
 
-A database may lose its last commits, where a copy of it takes over, and give their numbers again. Then what was read last is not there any
-more, or is another event, and the tracker starts again at the position that stands in that database.
+A database may lose its last commits when a copy of it takes over, and then assigns their numbers a second time. The event that was read
+last is then missing or is another event, and the tracker starts again at the position that this database holds.
 
-The subjects of NATS are news: where it is new in a fleet that has run for long, it begins with what ended in the last hour, and the log
-says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, and is called however
-late.
+The NATS subjects carry news: when NATS is first used in a fleet that has run for long, announcements start with the jobs that ended in the
+last hour, and the log says so. The position is stored at once, and from then on nothing is lost. A webhook belongs to its job, and is
+called no matter how late.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
 """Subjects of NATS. A cancelled job has not completed: it is announced on `jobs.errored`, with the status `cancelled`."""
 LAST_LINES = 20
 UNCUT = 80
-"""Letters of a text that is not cut, as long as an id may be."""
+"""Texts of up to this many characters are not cut; an id may be this long."""
 INTERVAL = 1.0
-"""Seconds between two looks at the events."""
+"""Seconds between two reads of the events."""
 READ = 1000
 """Events that are read at once."""
 MOST_UNTOLD = 10_000
-"""Announcements that wait in memory for delivery; the rest waits in the database."""
+"""Announcements that wait in memory for delivery; the rest wait in the database."""
 MOST_TO_ONE = 200
-"""Share of those for one destination; beyond it only event numbers are kept, so that reading can go on for the others."""
+"""Announcements in memory for one destination; beyond that only event numbers are kept, and reading continues for the others."""
 MOST_NUMBERS = 200_000
 """Maximum number of events kept by number alone."""
 RECENT = 3600.0
 """Seconds: a new outlet treats jobs that ended earlier as history."""
 NAMED = 5
-"""Jobs in a warning."""
+"""Jobs that a warning names."""
 TOLD_AT_ONCE = 100
-"""Announcements between two acknowledgements."""
+"""Announcements published before waiting for an acknowledgement."""
 ACKNOWLEDGED = 5.0
-"""Seconds that NATS may take for one."""
+"""Seconds that NATS may take for one acknowledgement."""
 REFUSED_SECONDS = 30.0
-"""Between two tries where NATS does not let us publish."""
+"""Seconds between two attempts on a subject to which NATS does not allow us to publish."""
 
 Known = tuple[int, float]
-"""An event by its number and its time, since a number may be given twice."""
+"""An event's number and time; the time is needed because a number may be assigned twice."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Ended:
     """The end of a job, as it is announced."""
 
     event_id: int
-    """The same whenever it is announced again."""
+    """The same in every repetition of the announcement."""
     job_id: str
     status: str
     """completed, failed or cancelled."""
@@ -98,7 +99,7 @@ class Ended:
         return COMPLETED if self.status == JobStatus.COMPLETED else ERRORED
 
     def message(self, largest: int = LARGEST) -> bytes:
-        """JSON of at most `largest` bytes if that can be: older lines of the log are left out first, then the longest text is cut."""
+        """Encode as JSON of at most `largest` bytes if possible: drop the oldest log lines first, then cut the longest text in half."""
         document: dict[str, Any] = {
             "event_id": self.event_id,
             "job_id": self.job_id,
@@ -119,7 +120,7 @@ class Ended:
 
 
 def _cut(document: dict[str, Any]) -> bool:
-    """Make it shorter; False: nothing of it can be spared. What a row by hand says may be of any length; an id of ours stays whole."""
+    """Shorten the document once; False: nothing can be removed. Hand-written rows may hold texts of any length; our ids stay whole."""
     if document["log_tail"]:
         del document["log_tail"][0]
         return True
@@ -132,7 +133,7 @@ def _cut(document: dict[str, Any]) -> bool:
 
 
 class Outlet(Protocol):
-    """A destination of announcements. `name` names its position."""
+    """A destination of announcements. `name` is the key of its position in `cursors`."""
 
     name: str
     tells_history: bool
@@ -143,12 +144,12 @@ class Outlet(Protocol):
         ...
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
-        """Returns the events that are finished; the others are passed again. A missing listener raises nothing."""
+        """Announce them. Returns the events that are finished; the others are passed again. A missing listener raises nothing."""
         ...
 
 
 class NatsOutlet:
-    """Publishes to the subjects of NATS; an event counts as told once its server has acknowledged it."""
+    """Publishes to the subjects of NATS; an event is finished once the server has acknowledged it."""
 
     name = NEWS
     tells_history = False
@@ -156,7 +157,7 @@ class NatsOutlet:
     def __init__(self, link: NatsLink, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock
         self._not_before: dict[str, float] = {}
-        """When a refused subject is tried again."""
+        """Monotonic time from which a refused subject is tried again, by subject."""
 
     def place(self, ended: Ended) -> str | None:
         """See `Outlet`."""
@@ -165,7 +166,7 @@ class NatsOutlet:
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`."""
         delivered: set[int] = set()
-        for subject in (COMPLETED, ERRORED):  # one may be forbidden to us
+        for subject in (COMPLETED, ERRORED):  # we may lack permission for one of them
             if self._clock() >= self._not_before.get(subject, 0.0):
                 delivered |= await self._tell([each for each in ended if each.subject == subject])
         return frozenset(delivered)
@@ -180,18 +181,18 @@ class NatsOutlet:
             fitting = [(e.subject, text) for e, text in messages if len(text) <= largest]
             try:
                 await self._link.publish(fitting, ACKNOWLEDGED)
-            except NatsRefused:  # the link has said so, and the server does each time
+            except NatsRefused:  # the link has logged it, and the server repeats it each time
                 self._not_before[some[0].subject] = self._clock() + REFUSED_SECONDS
                 break
             except NatsAway as error:
-                logger.debug("%s", error)  # the link says once that it has gone, or does not let us
+                logger.debug("%s", error)  # the link warns once about a lost connection
                 break
             self._warn_of([e for e, text in messages if len(text) > largest], largest)
             delivered.update(e.event_id for e in some)
         return delivered
 
     def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
-        """They are left out: they would never fit, and all that ended after them would wait."""
+        """Log events that are skipped because they exceed the size limit: waiting for them would block all later ones."""
         for each in left_out:
             logger.warning(
                 "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
@@ -202,29 +203,29 @@ class NatsOutlet:
 
 
 class _EventsLost(Exception):
-    """The database is not the one that was read before, or has lost some of it."""
+    """The database is not the one that was read before, or has lost some of its events."""
 
 
 class Tracker:
-    """One outlet's reader of the events; `run` goes on until it is cancelled."""
+    """One outlet's reader of the events; `run` continues until it is cancelled."""
 
     def __init__(self, database: Database, outlet: Outlet, interval: float = INTERVAL) -> None:
         self._database = database
         self._outlet = outlet
         self._interval = interval
         self._read: int | None = None
-        """The last event that was read in this life."""
+        """Number of the last event that was read since this process started."""
         self._newest: Known | None = None
-        """The newest one up to there; None: there was none."""
+        """The newest event up to `_read`; None: there was none."""
         self._kept = 0
         self._untold: dict[int, Ended] = {}
         self._to_one: Counter[str] = Counter()
-        """How many of those for each place."""
+        """Number of announcements in `_untold` for each destination."""
         self._later: dict[str, deque[int]] = {}
-        """Numbers of further ones for a place, the oldest first."""
+        """Numbers of further events for a destination, the oldest first."""
 
     async def run(self) -> None:
-        """Announce what ends, for ever."""
+        """Announce the ends of jobs until cancelled."""
         failing = False
         while True:
             try:
@@ -234,7 +235,7 @@ class Tracker:
                 if not failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
                 failing, more = True, False
-            # what stops one outlet must not stop the others, which run beside it
+            # an error in one outlet must not stop the others, which run concurrently
             except Exception:
                 if not failing:
                     logger.exception("%s crashed and goes on", self._outlet.name)
@@ -243,10 +244,10 @@ class Tracker:
                 await asyncio.sleep(self._interval)
 
     async def round(self) -> bool:
-        """Read what has come, tell it and what could not be told before; whether there is more to read at once."""
+        """Read new events, announce them and those that failed before; returns whether more can be read at once."""
         try:
             return await self._round()
-        except _EventsLost:  # start again from the stored position, and forget what was read
+        except _EventsLost:  # start again from the stored position, and forget the events in memory
             logger.warning(
                 "%s: the database has lost events that were there; it is read again from the position that stands in it",
                 self._outlet.name,
@@ -371,7 +372,7 @@ def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
 
 
 def keep_position(session: Session, name: str, position: int) -> None:
-    """Never backwards: another reader of the same name may be further."""
+    """Store the position. It never moves back: another reader of the same name may be further."""
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     session.execute(insert(Cursor).values(name=name, position=0).on_conflict_do_nothing())
     session.execute(
@@ -384,7 +385,7 @@ def keep_position(session: Session, name: str, position: int) -> None:
 def _next_ends(
     session: Session, position: int, newest: Known | None
 ) -> tuple[list[Known], list[Ended], list[str]]:
-    """Events that were read, those that are the end of a job, and ids of ended jobs that are there no more."""
+    """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
     _check(session, newest)
     read = events.after(session, position, READ)
     found, pruned = _told_of(session, [event for event in read if event.kind in events.ENDS])
@@ -392,13 +393,13 @@ def _next_ends(
 
 
 def _check(session: Session, newest: Known | None) -> None:
-    """Raises _EventsLost where the newest event that was read is not the one that is there."""
+    """Raise _EventsLost if the newest event that was read is missing or different now."""
     if newest is not None and _newest(session, newest[0]) != newest:
         raise _EventsLost
 
 
 def _newest(session: Session, position: int) -> Known | None:
-    """The newest event up to this one; none of them ever goes, or changes."""
+    """The newest event up to this number; events are never deleted or changed."""
     query = select(Event.event_id, Event.at).where(Event.event_id <= position)
     row = session.execute(query.order_by(Event.event_id.desc()).limit(1)).first()
     return None if row is None else (row.event_id, row.at)
@@ -412,13 +413,13 @@ def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list
 
 
 def _ended_job(session: Session, event: Event) -> Ended | None:
-    """None: the job has been pruned meanwhile, while its events stay."""
+    """Build the announcement; None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
     if job is None:
         return None
     attempt = session.get(Attempt, event.epoch) if event.epoch is not None else None
     detail = event.detail or {}
-    # People write rows by hand, and this job may have been refused because of its webhook.
+    # Users may write rows by hand; this job may even have been refused because of its webhook.
     request: Any = job.request
     document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
     found = document.get("webhook")

@@ -1,15 +1,16 @@
-"""`groupwise fleet up`: the control plane in one process. And each of its roles alone, and its API, for a fleet that has grown.
+"""`groupwise fleet up`: the control plane in one process. For larger fleets, a process may also run a single role, or the API.
 
-    dispatcher   takes jobs from the queue and sees their attempts to the end
-    poller       looks at the machines
-    requeue      compares what should be with what is, and puts right what a mistake has left
-    tracker      tells the world of jobs that have ended
+    dispatcher   takes jobs from the queue and drives their attempts to the end
+    poller       observes the machines
+    requeue      finds inconsistent rows and repairs them
+    tracker      announces the ends of jobs
 
-Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is started again after a pause; the
-others go on. Each writes a line into `control_processes` every ten seconds: so `fleet status` and `doctor` know who is alive.
+Every role is a loop that is meant to run for ever. If it ends, the reason is logged, and it is restarted after a pause; the others
+continue. Each role writes a line into `control_processes` every ten seconds, from which `fleet status` and `doctor` know who is alive.
 
-A signal ends all of it cleanly: the dispatcher releases its attempts, and jobs run on, because runners do not need us. A later second
-one does not wait. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the process.
+A signal ends all of it cleanly: the dispatcher releases its attempts, and jobs continue, because runners do not need us. A later second
+signal ends the process at once. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the
+process.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.api.serve import Address
 
 SPEAK_WITH_NATS = ("dispatcher", "tracker", API)
-"""Woken by it, telling it, waking others by it."""
+"""They are woken by NATS, publish there, or wake others by it."""
 USE_THE_FOLDER = ("dispatcher", API)
-"""So does a tracker that sends logs on."""
+"""A tracker that ships logs uses it too."""
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a crashed role is restarted; doubled each time it crashes again soon."""
 ONE_WISH = 1.0
-"""Seconds: `timeout`, or a terminal and a wrapper, send the same signal to a process and at once to its whole group."""
+"""Seconds within which signals count as one: `timeout`, or a terminal and a wrapper, signal a process and also its whole group."""
 LOCAL_MACHINE = "local"
 UP = Actor("up")
 
@@ -97,11 +98,11 @@ Say = Callable[[str], None]
 def run(
     place: FleetPlace, roles: Sequence[str], *, say: Say, address: Address | None = None
 ) -> int:
-    """Run these roles until a signal comes; returns the exit code. Raises UsageError if they cannot begin.
+    """Run these roles until a signal comes; returns the exit code. Raises UsageError if they cannot start.
 
-    `address`: where the fleet's API answers meanwhile; None: there is no API.
+    `address`: where to serve the fleet's API meanwhile; None: do not serve it.
     """
-    logging.basicConfig(  # all roles together log only problems, since the news say the rest
+    logging.basicConfig(  # with all roles, only problems are logged: the news cover the rest
         level=logging.INFO if len(roles) == 1 else logging.WARNING,
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
@@ -123,11 +124,11 @@ def run(
             return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
 
 
-# --- before it begins -----------------------------------------------------------------------------
+# --- before the start -----------------------------------------------------------------------------
 
 
 def keep_what_is_there() -> None:
-    """Exempt imported objects from garbage collection: full collections would hold claims up by a tenth of a second each."""
+    """Exempt imported objects from garbage collection: full collections would delay claims by a tenth of a second each."""
     gc.collect()
     gc.freeze()
 
@@ -135,9 +136,9 @@ def keep_what_is_there() -> None:
 def _take(
     locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
 ) -> None:
-    """Lock the roles and check the schema: no other process has these roles from here on, and the tables stay those of this version.
+    """Lock the roles and check the schema: from here on no other process has these roles, and the tables stay those of this version.
 
-    The schema is checked twice. Roles that begin at once must not take each other for a process that works with the old tables; and a
+    The schema is checked twice. Roles that start at once must not take each other for processes that work with the old tables; and a
     process that changed them in between has not seen our locks.
     """
     migrate(database, lambda: processes.who_plays(folder))
@@ -147,7 +148,7 @@ def _take(
 
 
 def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
-    """Update this machine's row before a role looks at it (added, interpreter, folder). Returns a message for people."""
+    """Update this machine's row before a role reads it (added, interpreter, folder). The returned function gives a message for users."""
 
     def look(session: Session) -> str | None:
         if set(roles) == set(ROLES):
@@ -163,7 +164,7 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
                 machines.add(session, UP, new)
             elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
                 machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
-        # with a database of its own, a fleet is not the one of its folder; and an API speaks with no machine
+        # with its own database setting, a fleet is not tied to this folder; and an API uses no machine
         if place.settings.database is not None or API in roles:
             return None
         vm = session.get(VM, LOCAL_MACHINE)
@@ -192,7 +193,7 @@ def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
         machines.change(session, UP, LOCAL_MACHINE, workdir=str(new))
     except (
         Refusal
-    ) as refusal:  # what watches over a job writes how it ended to the path that it knows
+    ) as refusal:  # the supervisor of a job writes its exit record to the path that it knows
         raise UsageError(
             f"the fleet was moved from {old.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
             f"`ln -s {folder} {old.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
@@ -219,7 +220,7 @@ def _is_by_up(session: Session) -> bool:
 
 
 class Hosts:
-    """Connections to machines, made when one is wanted and kept until the machine's address changes."""
+    """Connections to machines, opened when first used and kept until the machine's address changes."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Machine, Host]] = {}
@@ -236,32 +237,32 @@ class Hosts:
         return made
 
     def doubt(self, vm_id: str) -> None:
-        """Connections kept open to this machine may be dead."""
+        """Mark connections kept open to this machine as possibly dead."""
         known = self._kept.get(vm_id)
         if known is not None and isinstance(known[1], SshHost):
             known[1].doubt()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
-        """Close connections to other machines than these, and those that were replaced."""
+        """Close connections to all machines but these, and those that were replaced."""
         removed = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
         closing, self._replaced = [*self._replaced, *removed], []
         await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
 
     async def close(self) -> None:
-        """All of them."""
+        """Close all connections."""
         await self.keep_only(())
 
 
 @dataclass(slots=True)
 class _Role:
-    """A role that is being played."""
+    """A role that runs in this process."""
 
     name: str
     owner: str = field(default_factory=new_owner)
     crashes: int = 0
     last_error: str | None = None
     dispatcher: GlobalJobDispatcher | None = None
-    """The dispatcher that plays this role."""
+    """Set while this role is a dispatcher."""
     link: NatsLink | None = None
     """The link on which a tracker announces ends of jobs."""
 
@@ -279,7 +280,7 @@ def _identity_of(folder: Path) -> str:
 
 
 class _ControlPlane:
-    """One process with some roles."""
+    """One process with one or more roles."""
 
     def __init__(
         self, place: FleetPlace, database: Database, roles: Sequence[str], say: Say
@@ -308,7 +309,7 @@ class _ControlPlane:
         }
 
     async def run(self, address: Address | None) -> int:
-        """Until a signal comes."""
+        """Run until a signal comes."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._asked_to_stop, number)
@@ -334,7 +335,7 @@ class _ControlPlane:
 
     @contextlib.asynccontextmanager
     async def _answering(self, address: Address | None) -> AsyncGenerator[str | None]:
-        """The API, where one is wanted; gives its address."""
+        """Serve the API if there is an address; yields its URL, or None."""
         if address is None:
             yield None
             return
@@ -346,7 +347,7 @@ class _ControlPlane:
             yield url
 
     async def _answer(self, _: _Role) -> None:
-        """Wait for the stop: the API runs beside all roles (`_answering`)."""
+        """Wait for the stop: the API runs in this process regardless of the roles (`_answering`)."""
         await self._stopping.wait()
 
     def _asked_to_stop(self, number: int) -> None:
@@ -369,7 +370,7 @@ class _ControlPlane:
                 await self._players[role.name](role)
             except RunError as error:
                 self._note_crash(role, str(error))
-            except Exception as error:  # one role's mistake must not end the others
+            except Exception as error:  # a bug in one role must not end the others
                 log.exception("the %s crashed", role.name)
                 self._note_crash(role, f"{type(error).__name__}: {error}")
             if loop.time() - began > 2 * LONGEST_PAUSE:
@@ -412,10 +413,10 @@ class _ControlPlane:
         )
         gateway = Gateway(self._database)
         if settings.database is None:
-            # the lock of the folder says that the dispatcher before is gone, so that no lease has to run out
+            # the folder's lock shows that the previous dispatcher is gone, so its leases need not run out
             await self._database.in_thread(records.let_all_go)
         began: float | None = None
-        if len(self._roles) == len(ROLES):  # its own poller is about to look at all machines
+        if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
             now = await self._database.read_in_thread(seconds)
             began = now - (time.monotonic() - self._began)
         dispatcher = GlobalJobDispatcher(
@@ -469,7 +470,7 @@ class _ControlPlane:
         outlets: list[Outlet] = [hooks]
         link = None
         if (url := self._place.nats_url) is not None:
-            # a wrong address that was set is an error; the default one need not answer
+            # a configured address that fails is an error; the default one need not answer
             absent = logging.WARNING if self._settings.nats_url else logging.INFO
             role.link = link = NatsLink(access_from(url, os.environ), absent=absent)
             link.open()
@@ -486,13 +487,13 @@ class _ControlPlane:
             if link is not None:
                 await link.close()
 
-    # --- what roles share -------------------------------------------------------------------------
+    # --- shared by all roles --------------------------------------------------------------------------
 
     async def _heartbeats(self) -> None:
         while True:
             try:
                 await self._database.in_thread(self._beat)
-            except RunError as error:  # the roles themselves tell of a database that is away
+            except RunError as error:  # the roles themselves report an unreachable database
                 log.debug("no heartbeat: %s", error)
             except Exception:  # a bug here ends no role
                 log.exception("no heartbeat")
@@ -503,7 +504,7 @@ class _ControlPlane:
         for role in self._roles:
             row = session.get(ControlProcess, role.owner)
             if row is None:
-                # the lock of the folder says that the process that had the role before is gone
+                # the folder's lock shows that the process that had the role before is gone
                 alone = self._settings.database is None
                 processes.forget_gone(session, role.name, alone=alone)
                 row = ControlProcess(
@@ -530,7 +531,7 @@ class _ControlPlane:
         }
         if self._uses_folder(role):
             found[processes.FOLDER] = self._folder
-        # without an address that was set, there need not be a listener
+        # without a configured address there need not be a server
         if role.link is not None and (self._settings.nats_url or role.link.is_there):
             found[processes.TELLING] = {"trouble": role.link.trouble}
         if role.name in SPEAK_WITH_NATS:
@@ -560,12 +561,12 @@ class _ControlPlane:
             more = f" and {len(running) - 3} more" if len(running) > 3 else ""
             runs = "runs" if len(running) == 1 else "run"
             farewell = f"The fleet has ended; {', '.join(running[:3])}{more} {runs} on. `groupwise fleet up` picks up where it is then."
-        with contextlib.suppress(OSError):  # it has no reader
+        with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)
 
 
 def _nats_shown(url: str | None) -> dict[str, Any] | None:
-    """The address without secrets: it stands in the database, where everybody may read it."""
+    """The address without secrets, since every user of the database may read it."""
     if url is None:
         return None
     access = access_from(url, os.environ)

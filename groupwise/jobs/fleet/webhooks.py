@@ -1,15 +1,15 @@
 """Webhooks: when a job ends, the address that it names gets an HTTP POST with the JSON that NATS gets.
 
-The submitter of a job chooses the address, and our machine connects to it. So only http and https are spoken, redirects are not
-followed, and the name is looked up once, here: unless every address behind it is one of the public internet nothing is sent, and what was
-checked is what is connected to. `allow_private` opens that to the network of the fleet itself.
+The submitter of a job chooses the address, and our machine connects to it. So only http and https are allowed, redirects are not
+followed, and the name is resolved once, here: nothing is sent unless all of its IP addresses are on the public internet, and the connection
+goes to a checked address. `allow_private` also allows the fleet's own network.
 
-An answer of 2xx is the end of it. Everything else is tried again with growing pauses, a bounded number of times. Either end is an event of
-the job, so that a tracker that is restarted does not repeat those that are done.
+A 2xx response completes the delivery. Everything else is tried again with growing pauses, a bounded number of times. Either end is an event
+of the job, so a tracker that is restarted does not repeat finished deliveries.
 
-Those for one place (host and port) wait for each other, and for no other place: few at once, those that were never tried first. Where
-no connection succeeds, one is tried for all that wait for the same place, which then counts for each of them. Places that gave no
-answer the last time share a few slots of their own, so that however many they are they hold up none that answers.
+Deliveries to one destination (host and port) wait for each other, but not for other destinations: only a few run at once, and those that
+were never tried go first. If a host cannot be connected to, one attempt counts for all deliveries that wait for it. Destinations that gave
+no answer the last time share a few separate slots, so any number of them cannot hold up one that answers.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from groupwise.jobs.fleet.store.tables import Event
 from groupwise.jobs.fleet.tracker import Ended
 
 PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
-"""Seconds before each further attempt; with the last one it is given up."""
+"""Seconds before each further attempt; after the last one the delivery is given up."""
 ANSWERED = 10.0
-"""Seconds for the name, the connection and the answer together."""
+"""Seconds for name resolution, connection and response together."""
 CONNECTED = ANSWERED / 2
-"""Seconds of those for the connection, which distinguishes an absent host from one that does not answer."""
+"""Seconds of these for the connection; the limit separates an absent host from one that does not answer."""
 AT_ONCE = 64
 AT_ONCE_MUTE = 16
 """Further slots, for destinations that did not answer the last time."""
 AT_ONE_PLACE = 4
-"""Requests at once to one destination; only one to a destination that has not answered yet, or not the last time."""
+"""Requests at once to one destination; only one if it has not answered yet, or not the last time."""
 MUTE = 2 * PAUSES[-1]
-"""Seconds for which a destination counts as mute: until everything waiting there has been tried again."""
+"""Seconds for which a destination counts as mute: long enough to retry all deliveries that wait there."""
 AWAY = 3
 """Index into `PAUSES` of the longest pause for a destination that could not be connected to."""
 LISTENED = 1.0
@@ -60,13 +60,13 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port → addresses."""
 
 _LOOK_UPS = ThreadPoolExecutor(AT_ONCE + AT_ONCE_MUTE, thread_name_prefix="webhook-names")
-"""Separate threads: a look-up goes on after its caller has given up, and the process's shared pool is small."""
+"""A separate pool: a look-up continues after its caller has given up, and the process's shared pool is small."""
 
 logger = logging.getLogger(__name__)
 
 
 class Forbidden(Exception):
-    """The address is none that is spoken to."""
+    """The submitter's address may not be called."""
 
 
 @dataclass(slots=True)
@@ -76,22 +76,22 @@ class _Trial:
     attempts: int = 0
     next_at: float = 0.0
     is_queued: bool = False
-    """Or it is being tried."""
+    """True while it waits in a destination's queue, or is being tried."""
     end: tuple[str, str] | None = None
-    """The kind of the last event, and because of what; it may not be written yet."""
+    """Kind and reason of the final event; it may not be written yet."""
 
 
 @dataclass(slots=True)
 class _Destination:
-    """A destination: a host and port to which some of the webhooks go."""
+    """A host and port to which webhooks are sent, with the deliveries that wait for it."""
 
     queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
     workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     failures: int = 0
-    """Connections in a row."""
+    """Failed connections in a row."""
     next_at: float = 0.0
     has_answered: bool = False
-    """The last time."""
+    """True if it answered the last time."""
     mute_until: float = 0.0
 
 
@@ -132,7 +132,7 @@ class WebhookOutlet:
         return None if found is None else f"{found[0]}:{found[1]}"
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
-        """See `Outlet`. What is under way when this returns goes on."""
+        """See `Outlet`. Deliveries in progress continue after this returns."""
         silent = {e.event_id for e in ended if e.webhook is None}
         with_webhook = [e for e in ended if e.webhook is not None]
         new = [e for e in with_webhook if e.event_id not in self._trials]
@@ -156,7 +156,7 @@ class WebhookOutlet:
         return frozenset(done)
 
     async def close(self) -> None:
-        """Give up what is under way, which the next tracker tries again, and end the connections."""
+        """Cancel deliveries in progress, which the next tracker tries again, and close the connections."""
         await tasks.cancel_and_wait(
             *(worker for place in self._to.values() for worker in place.workers)
         )
@@ -169,7 +169,7 @@ class WebhookOutlet:
                 place.workers.add(asyncio.create_task(self._work(place)))
 
     def _end(self) -> None:
-        """Forget workers that have ended. Raises what one of them raised."""
+        """Forget workers that have ended. Raises the error of one that failed."""
         failed: BaseException | None = None
         for place in self._to.values():
             for worker in [each for each in place.workers if each.done()]:
@@ -185,7 +185,7 @@ class WebhookOutlet:
             raise failed
 
     async def _work(self, place: _Destination) -> None:
-        """Try what waits for a place, one after the other; those that were tried least first."""
+        """Try the deliveries that wait for a destination one by one, those with the fewest attempts first."""
         while place.queue:
             event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
             ended = place.queue.pop(event_id)
@@ -201,7 +201,7 @@ class WebhookOutlet:
                     trial.is_queued = False
 
     async def _settled_deliveries(self, ended: Sequence[Ended]) -> frozenset[int]:
-        """Those that were settled before this process began, or by another tracker."""
+        """Deliveries that were settled before this process started, or by another tracker."""
         jobs = sorted({e.job_id for e in ended})
         query = select(Event.detail).where(
             Event.job_id.in_(jobs), Event.kind.in_((DELIVERED, GIVEN_UP))
@@ -237,8 +237,8 @@ class WebhookOutlet:
         place.has_answered, place.mute_until = False, self._clock() + MUTE
 
     def _is_away(self, place: _Destination, problem: str) -> None:
-        """The host is unreachable: count a failed attempt for all that wait for it."""
-        if place.next_at <= self._clock():  # else some others have just found out
+        """The host is unreachable: count a failed attempt for all deliveries that wait for it."""
+        if place.next_at <= self._clock():  # else another delivery has just found this out
             place.failures += 1
             place.next_at = self._clock() + _pause(min(place.failures, AWAY))
         for event_id in list(place.queue):
@@ -274,7 +274,7 @@ class WebhookOutlet:
             extensions={"sni_hostname": host} if scheme == "https" else {},
         )
         answer = await self._http.send(request, stream=True)
-        await answer.aclose()  # what it says beyond its status is not read
+        await answer.aclose()  # only the status matters; the body is not read
         return answer.status_code
 
     async def _settle(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
@@ -293,7 +293,7 @@ class WebhookOutlet:
 
 
 def _pause(number: int) -> float:
-    """Seconds after the first, the second … failed attempt."""
+    """Seconds to wait after failed attempt `number`, counted from 1; shortened at random by up to half."""
     return PAUSES[number - 1] * random.uniform(0.5, 1.0)
 
 
@@ -326,11 +326,11 @@ def _parts(url: str) -> tuple[str, int, str]:
 
 
 def _allowed_address(addresses: list[str], host: str, allow_private: bool) -> str:
-    """The address to connect to; Forbidden unless all are allowed, for a name with a public and a private one is no accident."""
+    """The address to connect to. Raises Forbidden unless all are allowed: a name with public and private addresses is no accident."""
     if not addresses:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
-        # For operators alone: the submitter who chose the address would learn about the internal network.
+        # Only logged, for operators: the submitter who chose the address would otherwise learn about the internal network.
         logger.info("no webhook is called at %s, which is %s", host, inner[0])
         raise Forbidden(
             f"{host} is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
@@ -342,7 +342,7 @@ _INNER = [
     ipaddress.ip_network(each)
     for each in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
 ]
-"""Relays of 6to4, which lead to whatever network begins there; what Azure's machines ask about themselves; addresses of documentation."""
+"""6to4 relays, which lead into any network that uses them; Azure's virtual address for its machines; addresses for documentation."""
 
 
 def is_public(address: str) -> bool:
@@ -355,7 +355,7 @@ def is_public(address: str) -> bool:
             return False
         if ip.teredo:
             return is_public(str(ip.teredo[1]))
-    # Reserved are also the addresses that stand for others in one network alone: ::ffff:127.0.0.1, 64:ff9b::7f00:1.
+    # Also reserved: addresses that map to others within one network, such as ::ffff:127.0.0.1, 64:ff9b::7f00:1.
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 

@@ -1,7 +1,7 @@
-"""The fleet's API: the same verbs as the command line, behind addresses, for programs and for people who are elsewhere.
+"""The fleet's API: the same verbs as the command line, over HTTP, for programs and for users on other machines.
 
-The sender of a request is the holder of a key, which is looked up in the database each time. So a key that is revoked is refused from the
-next request on, by every process that answers.
+The sender of a request is the holder of a key, which is looked up in the database each time. So a revoked key is refused from the next
+request on, by every process that serves the API.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ABOUT = About(
     "Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning.",
 )
 ACTS_FOR = "X-Acts-For"
-"""Header of `make_local_app` alone: the actor of the request in place of the local user."""
+"""Header of `make_local_app` only: the actor of the request instead of the local user."""
 
 
 def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool) -> FastAPI:
     """The application.
 
-    `plain` is the key from the environment. `open_to_this_machine`: there was no key when it began to listen. Until the first one is made
+    `plain` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first one is made
     every caller from this machine is an admin, and this process never answers any other machine.
     """
 
@@ -70,7 +70,7 @@ def make_local_app(serving: Serving, user: str) -> ASGIApp:
     """The application for callers in this process, who need no key.
 
     `user` is the name in events (`user:ada`); the header `ACTS_FOR` replaces it for one request. A route is built when it is first
-    asked: all of them take a tenth of a second, and a command asks one or two.
+    requested: building all of them takes a tenth of a second, and a command needs one or two.
     """
 
     async def identify(headers: Mapping[str, str]) -> Caller:
@@ -92,7 +92,8 @@ def make_local_app(serving: Serving, user: str) -> ASGIApp:
 
 
 def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -> Caller:
-    """Who sends a request with these headers. `plain`: the key from the server's environment; its role is admin. Raises `unauthorised`."""
+    """The caller of a request with these headers. `plain`: the key from the server's environment; its role is admin. Raises
+    `unauthorised`."""
     presented = presented_key(headers)
     if presented is None:
         raise Refusal("unauthorised")

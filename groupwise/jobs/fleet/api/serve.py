@@ -1,7 +1,7 @@
-"""The API of a fleet as a part of `groupwise fleet up`, or alone beside roles that run elsewhere.
+"""Serves the API of a fleet, as a part of `groupwise fleet up`, or alone while the roles run elsewhere.
 
 It needs only the database and the folder of the fleet: jobs that are submitted while no dispatcher runs wait for one. If it listens on this
-machine alone, no key is needed; elsewhere there must be a key, and TLS, unless a proxy on this machine does that.
+machine only, no key is needed; otherwise there must be a key, and TLS, unless a proxy on this machine does that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.hosts.files import BlobStore
 
 END_SECONDS = 10
-"""Seconds for connections to be closed."""
+"""Time limit in seconds for open connections to finish at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Address:
     """0 means any free port."""
     certificate: str | None = None
     key: str | None = None
-    """PEM files, for TLS."""
+    """PEM file of the private key, for TLS with `certificate`."""
 
     @property
     def scheme(self) -> str:
@@ -46,7 +46,7 @@ class Address:
 
 
 def check(address: Address, database: Database, environment: Mapping[str, str]) -> None:
-    """Raise UsageError if other machines could ask without a key, or a key would travel in the clear."""
+    """Raise UsageError if other machines could send requests without a key, or a key would be sent unencrypted."""
     check_tls(address.certificate, address.key)
     Keyring(plain=environment.get(VARIABLE))
     if is_loopback(address.host):
@@ -75,7 +75,7 @@ async def serving(
     address: Address,
     environment: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[str]:
-    """Answer requests within the `with` block, which gets the address. Raises UsageError if it cannot listen."""
+    """Serve requests within the `with` block, which gets the address. Raises UsageError if it cannot listen."""
     check(address, database, environment)
     folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
     shared = Serving(database, folders, doorbell, place.secrets)

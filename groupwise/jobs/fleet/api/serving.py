@@ -1,8 +1,8 @@
 """Shared parts of the routes of the fleet's API: the database, the folders, and the caller.
 
-A route is a verb of `groupwise.jobs.fleet.verbs` behind an address: it reads its body, runs the verb as one transaction with the caller as
-its actor, and answers with the document that the verb gives. So whatever a person may do at the command line means the same here, and a key
-that is bound to projects sees no others.
+A route is a verb of `groupwise.jobs.fleet.verbs` with an address: it reads its body, runs the verb as one transaction with the caller as
+its actor, and answers with the verb's document. So an operation means the same here as at the command line, and a key that is bound to
+projects sees no others.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 MIB = 1 << 20
 MOST_BODY = 64 * MIB
-"""Most bytes of a request; a file that a job takes along comes in pieces of at most this size."""
+"""Maximum bytes of a request; a file for a job is sent in pieces of at most this size."""
 MOST_JSON = 16 * MIB
-"""Most bytes of a JSON body: an array of jobs, with the files of each."""
+"""Maximum bytes of a JSON body: an array of jobs, with the files of each."""
 RETRY_SECONDS = 5.0
 """Seconds after which to ask again if the database did not answer."""
 
@@ -78,7 +78,7 @@ class Serving(Shared):
         """The refusal for errors of the database, which are not mistakes of the server."""
         if isinstance(error, DatabaseFailure):
             return Refusal("database_away", retry_after=RETRY_SECONDS)
-        if isinstance(error, DataError | OverflowError):  # a database keeps less than JSON can say
+        if isinstance(error, DataError | OverflowError):  # JSON allows more than a database stores
             return Refusal(
                 "invalid_request",
                 "The request holds what no database keeps: a NUL character, or a number beyond all bounds.",
@@ -87,12 +87,12 @@ class Serving(Shared):
 
 
 class LocalServing(Serving):
-    """For callers of this process, who may know the database's name and what it said."""
+    """Serves callers in this process, who may see the database's name and messages."""
 
     most_json = MOST_BODY
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """The same refusals, in the database's own words, and what the system said of files."""
+        """Like `Serving.refusal_of`, but with the messages of the database and of the file system."""
         if isinstance(error, AwayError):
             return Refusal("database_away" if error.passing else "internal", error.message)
         if isinstance(error, OSError):
@@ -109,7 +109,7 @@ class RequestContext:
 
     @property
     def actor(self) -> Actor:
-        """The caller as verbs know it."""
+        """The caller as an actor of verbs."""
         name = self.caller.key_id  # a local caller is named with its kind, as `user:ada`
         return Actor(name if ":" in name else f"key:{name}", self.caller.projects)
 
@@ -144,7 +144,7 @@ def document(value: Any, status: int = 200) -> Response:
     """A document as a response, even if a row holds values that JSON cannot express."""
     try:
         return JSONResponse(value, status)
-    except ValueError:  # a number or a text that JSON has no words for
+    except ValueError:  # a number or a text that JSON cannot express
         return JSONResponse(json_safe(value), status)
 
 
@@ -185,7 +185,7 @@ def changes(
     answer: Any = DOCUMENT,
     **more: Any,
 ) -> Route:
-    """A route that begins or changes something. `more`: other fields of `Route`."""
+    """A route that changes something. `more`: other fields of `Route`."""
     return Route(
         method=method,
         path=path,

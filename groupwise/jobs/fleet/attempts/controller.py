@@ -1,12 +1,12 @@
-"""The controller of one attempt: read what is known, decide, perform, wait for news; until nothing is left to do.
+"""The controller of one attempt: read the state, decide, perform, wait for news; until nothing is left to do.
 
-A dispatcher drives every attempt that it owns, each in a task of its own. `decide.py` says what to do, from the row in the database and
-from the machines' last readings; this file does it, and never decides anything. The task may end at any await, with its process or
-because another dispatcher has taken over: the database then holds enough for the next dispatcher to go on.
+A dispatcher drives every attempt that it owns, each in its own task. `decide.py` chooses the next step, from the row in the database and
+from the machines' last readings; this file performs it, and never decides anything. The task may end at any await, with its process or
+because another dispatcher has taken over: the database then holds enough for the next dispatcher to continue.
 
 Readings are kept only while they are fresh. If a machine does not answer, its reading is discarded at once, and it is asked again as soon
-as it can be reached. Files are sent to machines in tasks of their own; logs and checkpoints are fetched in others while the command runs.
-So a slow disk or network never delays a cancellation, and a log is followed while a large checkpoint is fetched.
+as it can be reached. Files are sent to machines in separate tasks; logs and checkpoints are fetched in others while the command runs. A
+slow disk or network therefore never delays a cancellation, and a log is followed while a large checkpoint is fetched.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Part:
     spec: Any
     """A `JobSpec` as JSON."""
     log_offset: int
-    """Bytes of the log that are on the control side's disk for certain, by the database."""
+    """Bytes of the log that are on the control side's disk for certain, according to the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class LogMirror(Protocol):
     """Mirrors logs to the control machine's disk."""
 
     async def catch_up(self, part: Part, size: int) -> None:
-        """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
+        """Fetch the missing part of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
         ...
 
 
@@ -108,7 +108,7 @@ class CheckpointMirror(Protocol):
     """Mirrors complete checkpoints to the control machine's disk while a job runs."""
 
     async def mirror(self, part: Part) -> None:
-        """Fetch those that are new. Safe to repeat, and to cancel. Raises HostError."""
+        """Fetch new checkpoints. Safe to repeat, and to cancel. Raises HostError."""
         ...
 
 
@@ -122,12 +122,12 @@ class Collector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds between two rounds without news. Tests have shorter ones."""
+    """Seconds between two rounds without news. Tests use shorter ones."""
 
     first: float = 0.5
     longest: float = 15.0
     idle: float = 30.0
-    """Seconds between looks while there is nothing to do but wait."""
+    """Seconds between rounds while there is nothing to do but wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class ControllerDependencies:
     store: BlobStore
     secrets: Secrets
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    """Runs it in a task of its own; its errors are logged."""
+    """Runs a coroutine as a separate task; its errors are logged."""
     chance: random.Random
     pauses: Pauses = field(default_factory=Pauses)
     clock: Callable[[], float] = time.monotonic
@@ -161,10 +161,10 @@ class _Fetching:
     """The log or the checkpoints of a member, fetched while it runs."""
 
     there: Have
-    """The machine's last state: bytes of log; or the number of checkpoints with the newest step, since if only the last two are kept the
-    number stays at 2."""
+    """The machine's last state: bytes of log; or the number of checkpoints with the newest step (if only the last two are kept, the number
+    alone stays at 2)."""
     here: Have
-    """How much of that is on the control side."""
+    """The part of `there` that is on the control side."""
     task: asyncio.Task[None] | None = None
     """The task in progress; at most one runs at a time."""
 
@@ -180,7 +180,7 @@ class _Fetching:
 
 
 class _MemberMonitor:
-    """The last reading of one member and what is known of its files and fetching; a `watching.Listener`."""
+    """The last reading of one member, and the state of sending its files and fetching its outputs; a `watching.Listener`."""
 
     def __init__(
         self,
@@ -194,19 +194,19 @@ class _MemberMonitor:
         self.hearing = False
         self.reachable = True
         self.place: str | None = None
-        """The root folder in which it began, as the machine names it."""
+        """The root folder in which it started, as the machine names it."""
         self.elsewhere = False
         """True if the runner that answers has another root: a different machine or folder, which knows nothing of the attempt."""
         self.ended: float | None = None
         """When its command ended, by this process's monotonic clock."""
         self.asked = False
-        """It has been asked, and the answer still holds."""
+        """The member has been asked, and the answer is still valid."""
         self.refusal: str | None = None
         self.provided = True
         """See `MemberView.provided`."""
         self.providing: asyncio.Task[None] | None = None
         self.mistake: Exception | None = None
-        """A bug of ours that came up while providing files."""
+        """A bug of ours that surfaced while providing files."""
         self.quiet: bool | None = None
         self.collected = False
         self.problem: str | None = None
@@ -220,11 +220,11 @@ class _MemberMonitor:
 
     def heard(self, state: MemberState) -> None:
         self.learn(state)
-        if not self.elsewhere:  # if it is, it is asked again after a pause
+        if not self.elsewhere:  # otherwise the member is asked again after a pause
             self._wake()
 
     def learn(self, state: MemberState) -> None:
-        """Take in an answer without waking the controller, which asked for it: it sees by itself whether anything changed."""
+        """Store an answer without waking the controller: it asked for the answer, and checks by itself whether anything changed."""
         self.elsewhere = self.place not in (None, state.place)
         if self.elsewhere:
             self.last, self.reachable, self.asked = None, False, False
@@ -244,17 +244,17 @@ class _MemberMonitor:
 
     @property
     def reading(self) -> Reading:
-        """The state as `decide` knows it."""
+        """The state in the terms of `decide`."""
         if self.last is None:
             return Reading.UNKNOWN if self.reachable else Reading.UNREACHABLE
         if self.last.engine is not None and self.last.state is RunnerState.REBOOTED:
-            return Reading.LOST  # it began on a machine that is another than the one that is asked
+            return Reading.LOST  # an engine started it on a machine other than the one asked
         if (
             self.last.engine is None
             and self.last.state is RunnerState.LOST
             and self.last.pid is None
         ):
-            return Reading.ABSENT  # its command never ran, and launch or void take the folder over
+            return Reading.ABSENT  # its command never ran, and launch or void take over the folder
         return Reading(self.last.state)
 
     @property
@@ -319,7 +319,7 @@ class Drive:
             self._backoff.reset()
             return True
         limit = self._deps.pauses.idle
-        if effects:  # they have changed nothing yet: look again soon, with a growing pause
+        if effects:  # they have changed nothing yet: check again soon, with a growing pause
             limit = self._backoff.next()
         await wait_at_most(limit, self._news)
         return True
@@ -327,7 +327,7 @@ class Drive:
     # Reading
 
     async def _look(self) -> Snapshot:
-        """The row, after asking each machine of which no fresh reading is known."""
+        """Read the row, after asking each machine whose member has no fresh reading."""
         row = await self._read()
         if row.state is AttemptState.RESERVED:
             return row
@@ -368,13 +368,13 @@ class Drive:
         member: MemberRow,
         question: Callable[[Runner, MemberRow], Awaitable[MemberState]],
     ) -> None:
-        """Ask its runner a question whose answer is a state; without an answer, what was known is discarded."""
+        """Ask the member's runner a question whose answer is a state. Without an answer, the last reading is discarded."""
         monitor = self._monitor(row, member)
         try:
             monitor.learn(await question(self._deps.runner(member.machine), member))
         except HostUnreachable as error:
             self._silent(monitor, error)
-        except RunnerRefused as error:  # what was read of it before still holds
+        except RunnerRefused as error:  # the last reading still holds
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if monitor.last is None:
                 self._silent(monitor, error)
@@ -388,14 +388,14 @@ class Drive:
             )  # asked again, once, before it counts as silent
 
     def _silent(self, monitor: _MemberMonitor, error: Exception) -> None:
-        """Count the machine as silent, until its watch hears it again."""
+        """Count the machine as silent, until its watch reaches it again."""
         monitor.lost_contact(str(error))
         if monitor.watch is not None:
             monitor.watch.down = True
             monitor.watch.look_again()
 
     async def _note_contact(self, row: Snapshot) -> Snapshot:
-        """Record which machines fell silent and which answer again. The latter has to be on record before a status request may reset the
+        """Record which machines fell silent and which answer again. The latter must be recorded before a status request may reset the
         deadman of a member there."""
         changed = [
             (m.rank, not monitor.reachable, monitor.elsewhere)
@@ -474,11 +474,11 @@ class Drive:
         )
 
     def _deadman_is_over(self, row: Snapshot, member: MemberRow) -> bool:
-        """True once the machine has been silent for longer than its deadman timeout and a margin: whatever ran there was ended, and launch
-        requests that arrive late are rejected. Never true if the supervisor died (LOST), since it keeps the deadman.
+        """True once the machine has been silent for longer than its deadman timeout and a margin: its runner has then ended the job, and
+        rejects launch requests that arrive late. Never true if the supervisor died (LOST), since the supervisor runs the deadman.
 
-        Both the database's clock and this process's monotonic clock must agree. A dispatcher that takes over starts counting again, since
-        a jump of the database's clock makes leases expire as well."""
+        Both the database's clock and this process's monotonic clock must agree. A dispatcher that takes over starts counting from zero,
+        since a jump of the database's clock makes leases expire as well."""
         deadman, since = deadman_of(member), member.silent_since
         if since is None:
             self._silences.pop(member.rank, None)
@@ -489,7 +489,7 @@ class Drive:
             return False
         return silent > deadman + DEADMAN_MARGIN
 
-    # Doing
+    # Performing effects
 
     async def _perform(self, row: Snapshot, effects: Sequence[Effect]) -> bool:
         """Perform the effects; returns whether that changed anything."""
@@ -500,7 +500,7 @@ class Drive:
         owner, epoch = self._deps.owner, self.epoch
         if seen := self._unwritten_states(
             row
-        ):  # what machines say that the database does not know yet
+        ):  # states that machines report and the database does not have yet
 
             def write(session: Any) -> None:
                 for rank, state in seen:
@@ -516,7 +516,7 @@ class Drive:
         return before != {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
 
     async def _perform_for(self, row: Snapshot, rank: int, effects: Sequence[Effect]) -> None:
-        """Perform the effects of one member, one after the other."""
+        """Perform the effects of one member in order."""
         member, grace = row.members[rank], float(row.spec["limits"]["grace_seconds"])
         for effect in effects:
             match effect:
@@ -540,13 +540,13 @@ class Drive:
                     raise AssertionError("a move stands alone")
 
     async def _move(self, row: Snapshot, move: Move) -> None:
-        """Write the next state, in one transaction with the readings that led there."""
+        """Write the next state, in one transaction with the readings that led to it."""
         owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
         seen, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
             if move.to is AttemptState.LAUNCHING:
-                # On record before a machine receives them, and kept there, whatever its row says later.
+                # Recorded before a machine receives them; the attempt keeps this deadman even if its machine's row changes.
                 for member in row.members:
                     if (deadman := member.machine.deadman) is not None:
                         records.sending(session, epoch, owner, member.rank, deadman)
@@ -562,7 +562,7 @@ class Drive:
         await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
 
     def _unwritten_states(self, row: Snapshot) -> list[tuple[int, MemberState]]:
-        """Readings that the database does not know yet, by rank. An absent folder proves nothing, so that is never recorded."""
+        """Readings that the database does not have yet, by rank. An absent folder proves nothing and is never recorded."""
         return [
             (m.rank, monitor.last)
             for m in row.members
@@ -573,8 +573,8 @@ class Drive:
         ]
 
     async def _launch(self, row: Snapshot, member: MemberRow) -> None:
-        """Launch the attempt on this member's machine. If files are missing there, they are to be provided first; any other refusal is
-        remembered, since the folder stays absent after it."""
+        """Launch the attempt on this member's machine. If files are missing there, they must be provided first. Any other refusal is kept
+        in the monitor, since the folder stays absent after it."""
         monitor = self._monitor(row, member)
         try:
             launch = launch_of(row, member, self._deps.secrets)
@@ -598,7 +598,7 @@ class Drive:
                 monitor.refusal = str(error)
 
     def _provide(self, row: Snapshot, member: MemberRow) -> None:
-        """Begin to bring the attempt's files to the machine, unless that is under way."""
+        """Start to send the attempt's files to the machine, unless a task is doing so."""
         monitor = self._monitor(row, member)
         if monitor.mistake is not None:
             raise monitor.mistake
@@ -606,14 +606,14 @@ class Drive:
             monitor.providing = self._deps.spawn(self._bring_files(row, member, monitor))
 
     def _provide_no_others(self, effects: Sequence[Effect]) -> None:
-        """Stop providing files to machines that no longer need them; parts that have arrived stay there."""
+        """Stop sending files to machines that no longer need them; parts that have arrived stay there."""
         ranks = {effect.rank for effect in effects if isinstance(effect, Provide)}
         for rank, monitor in self._monitors.items():
             if monitor.providing is not None and rank not in ranks:
                 monitor.providing.cancel()
 
     async def _bring_files(self, row: Snapshot, member: MemberRow, monitor: _MemberMonitor) -> None:
-        """Runs in a task of its own; leaves the result in the monitor."""
+        """Send the files, in a separate task; the result is left in the monitor."""
         store = self._deps.store
         try:
             await self._deps.runner(member.machine).provide(store, files_of(row))
@@ -626,13 +626,13 @@ class Drive:
             monitor.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
         except OSError as error:
             monitor.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
-        except Exception as error:  # noqa: BLE001  # raised in the drive, whose failures people are told of
+        except Exception as error:  # noqa: BLE001  # the drive raises it, and its failures are reported
             monitor.mistake = error
         if monitor.provided or monitor.refusal or monitor.mistake:
             self._news.set()
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
-        """Ask whether the machine still runs or holds anything of the attempt; release its reservations if not."""
+        """Ask whether the machine still runs or holds anything of the attempt; if not, release its reservations."""
         monitor, machine = self._monitor(row, member), member.machine
         try:
             found = await self._deps.runner(machine).release(
@@ -670,14 +670,14 @@ class Drive:
     # Fetching
 
     def _part(self, row: Snapshot, member: MemberRow) -> Part:
-        """The member, in the form that log mirror and collectors take."""
+        """The member in the form that log mirror and collectors take."""
         return Part(
             self._deps.runner(member.machine), self._deps.owner, row.job_id, row.generation,
             row.epoch, member.rank, row.spec, member.log_offset,
         )  # fmt: skip
 
     def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:
-        """While the member runs: begin to fetch new log and new checkpoints, each unless that is under way."""
+        """While the member runs: start to fetch new log and new checkpoints, each unless a task is doing so."""
         monitor = self._monitors.get(member.rank)
         if monitor is None or monitor.last is None or monitor.last.state not in CHANGEABLE:
             return
@@ -700,7 +700,7 @@ class Drive:
     async def _fetch(
         self, fetching: _Fetching, there: Have, part: Part, fetch: Callable[[], Awaitable[None]]
     ) -> None:
-        """Fetch what was `there` when the task was created, and note that it is here."""
+        """Fetch the data that the machine had when the task was created, and note that it has arrived."""
         try:
             await fetch()
             fetching.here = there
@@ -708,12 +708,12 @@ class Drive:
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
             return
         if fetching.there != there:
-            self._news.set()  # more has come meanwhile, perhaps the last of it
+            self._news.set()  # more has arrived there meanwhile, perhaps the last of it
 
     async def _collect(self, row: Snapshot, member: MemberRow) -> None:
         """Fetch the rest of the log, the newest checkpoint and the artefacts."""
         monitor, part = self._monitor(row, member), self._part(row, member)
-        last = monitor.last  # kept, since the watch of the machine may reset it meanwhile
+        last = monitor.last  # kept, since the machine's watch may reset it meanwhile
         if last is None:
             return
         try:
@@ -744,7 +744,7 @@ class Drive:
             await self._not_taken_in(row, member, why, mendable=ours)
         except (Stale, RunError):
             raise
-        except Exception as error:  # what a job leaves must never make it impossible to end it
+        except Exception as error:  # a job's files must never make it impossible to end it
             log.exception("%s: what it left cannot be taken in", row.key)
             why = f"the control machine could not take it in: {error!r}"
             await self._not_taken_in(row, member, why, mendable=False)
@@ -752,8 +752,9 @@ class Drive:
     async def _not_taken_in(
         self, row: Snapshot, member: MemberRow, why: str, *, mendable: bool
     ) -> None:
-        """Count a failed collection, which is tried again. After MOST_TRIES: if a machine is the cause (`mendable`), the attempt is marked
-        as stuck and an operator alerted, so that nothing that the job has made is lost; else, or once cancelled, it ends without."""
+        """Count a failed collection, which is tried again. After MOST_TRIES, if the cause can be repaired (`mendable`), the attempt is
+        marked as stuck and an operator alerted, so that nothing that the job made is lost. Otherwise, or once cancelled, it ends without
+        its artefacts."""
         monitor = self._monitor(row, member)
         monitor.tries += 1
         if monitor.tries < MOST_TRIES:
@@ -792,8 +793,8 @@ class Drive:
 
 
 def _why_not_provided(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
-    """A refusal that names the files that the store has lost: first those of the checkpoint, since there may be another one. None: they
-    are back meanwhile.
+    """A refusal that names the files that the store has lost: first those of the checkpoint, since there may be another one. None: the
+    files exist again.
     """
     resume = resume_of(row)
     if resume and (lacking := _lacking(store, resume.manifest)):
@@ -808,7 +809,7 @@ def _lacking(store: BlobStore, files: Manifest) -> list[str]:
 
 
 async def _all(work: Any) -> None:
-    """Await all of it, even if some fail; then raise the first error."""
+    """Await all coroutines, even if some fail; then raise the first error."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,23 +1,22 @@
-"""Decides the next step of one attempt: a pure function of what is known, and the table of an attempt's life.
+"""Decides the next step of one attempt: a pure function of its known state, and the table of an attempt's life.
 
-The owner of an attempt reads its row and what its machines say (`controller.py`), asks `decide`, performs the effects and asks again.
-Nothing is remembered between two calls but what the database and the machines hold, so that another dispatcher goes on from the same
-evidence.
+The owner of an attempt reads its row and its machines' reports (`controller.py`), calls `decide`, performs the effects and calls it again.
+All state between two calls is in the database and on the machines, so another dispatcher can continue from the same evidence.
 
-    reserved     nothing sent             launching is written before anything is sent; ended(void) where it is no longer wanted
-    launching    folder absent            launch, with the same epoch; void instead, where it is to be given up
-                 files are lacking        they are brought; no member of a gang begins before the machines of all have them
-                 queued by an engine      it waits, however long; launch again, where the engine does not have it
-                 all members have begun   running
-                 a member refused         members that have begun are killed, others made void; then ended(void), and whose fault it was
+    reserved     nothing sent             launching is written before anything is sent; ended(void) if it is no longer wanted
+    launching    folder absent            launch, with the same epoch; void instead if it is to be given up
+                 files are missing        send them; no member of a gang starts before all machines have their files
+                 queued by an engine      wait without limit; launch again if the engine does not have it
+                 all members have started running
+                 a member refused         kill members that have started, make the others void; then ended(void), with the member at fault
     running      all have an exit record  collecting
-                 one failed, or cancel    the others are killed; then as their exit records say
-                 rebooted, lost, gone     ended(reboot, supervisor_lost, host_lost) once nothing of it runs anywhere
+                 one failed, or cancel    kill the others; then as their exit records say
+                 rebooted, lost, gone     ended(reboot, supervisor_lost, host_lost) once none of it runs anywhere
     collecting   log and artefacts whole  ended(succeeded, a failure class, cancelled)
-    ended        cleanup not clean        the machine is asked until it holds nothing of it; then reservations close
+    ended        cleanup not clean        ask the machine until it holds nothing of it; then close the reservations
 
 Three things are never taken for evidence that an attempt is over: silence, an error after a request was sent, and a folder that is absent.
-A machine that is silent is waited for, until it speaks, or an operator says that it is lost, or its deadman must have struck.
+A silent machine is waited for until it answers, or an operator declares it lost, or its deadman must have ended the job.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class Reading(StrEnum):
 
     UNREACHABLE = "unreachable"
     UNKNOWN = "unknown"
-    """Not asked yet, or no answer came: anything may be true."""
+    """Not asked yet, or no answer came: it may be in any state."""
     ABSENT = "absent"
     QUEUED = "queued"
-    """Laid out there; an engine will start it at some time."""
+    """Its files are prepared there; an engine will start it at some time."""
     CLAIMED = "claimed"
-    """Its supervisor is alive; the command has not begun."""
+    """Its supervisor is alive; the command has not started."""
     RUNNING = "running"
     EXITED = "exited"
     LOST = "lost"
@@ -79,9 +78,9 @@ class MemberView:
     highest: int | None = None
     """The highest epoch of the job that its machine has seen, with a refusal `lower_epoch`."""
     provided: bool = True
-    """Its machine has the attempt's files, as far as is known: a launch request that finds some missing says so."""
+    """Its machine has the attempt's files, as far as is known; if some are missing, the launch request fails and this becomes False."""
     given: bool = True
-    """Its engine has it, as far as is known; False: it was laid out, but submitting it was cut off."""
+    """Its engine has it, as far as is known; False: its files were prepared, but submitting it was cut off."""
     engine_says: str = ""
     """The last message of its engine about it."""
     rejected: bool = False
@@ -91,7 +90,7 @@ class MemberView:
     deadman_over: bool = False
     """It has been silent for longer than the deadman timeout and the margin."""
     drained: bool = False
-    """No new attempt is to begin there."""
+    """No new attempt may start there."""
     collected: bool = False
     """Log and artefacts are on the control side, or are known to be unobtainable."""
     collection_problem: str | None = None
@@ -99,23 +98,23 @@ class MemberView:
     left_out: int = 0
     """Number of links, devices and the like among them, which are never fetched."""
     quiet: bool | None = None
-    """True if its machine was seen to run nothing of it any more; None: not checked."""
+    """True if its machine was seen to run none of its processes any more; None: not checked."""
     released: bool = False
     """Its machine was seen to hold nothing of it."""
     abandoned: bool = False
     """Its reservations were closed without looking, because its machine was declared lost."""
     gpu_problems: tuple[str, ...] = ()
-    """Problems that its machine reports of the GPUs that it holds."""
+    """Problems that its machine reports about the GPUs that it holds."""
 
     @property
     def gone(self) -> bool:
-        """True if nothing more will be heard of it. A machine that answers is not gone, whatever was declared."""
+        """True if nothing more will be heard of it. A machine that answers is not gone, even if it was declared lost."""
         return (self.lost or self.deadman_over) and self.reading in SILENT
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything that a decision depends on."""
+    """All inputs of a decision."""
 
     job_id: str
     epoch: int
@@ -127,21 +126,21 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Provide:
-    """Provide the attempt's files there, for as long as this effect is wanted; safe to repeat."""
+    """Send the attempt's files there, for as long as this effect is returned; safe to repeat."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch it there; safe to repeat."""
+    """Launch the attempt there; safe to repeat."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """Make sure that it never begins there."""
+    """Ensure that it never starts there."""
 
     rank: int
 
@@ -176,13 +175,13 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Write the next state; with `ended` come outcome, class and evidence, and the job moves in the same transaction."""
+    """Write the next state. `ended` carries outcome, class and evidence, and the job moves in the same transaction."""
 
     to: AttemptState
     outcome: Outcome | None = None
     failure: FailureClass | None = None
     because: str = ""
-    """The reason in words."""
+    """The reason as a message."""
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -190,7 +189,7 @@ Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Mov
 
 
 def decide(view: View) -> tuple[Effect, ...]:
-    """Decide what to do now. No effects means: wait until something changes."""
+    """Decide which effects to perform now. None of them means: wait until something changes."""
     assert view.members, (
         f"attempt {view.job_id}.{view.epoch} has no members, so its machine is unknown"
     )
@@ -235,7 +234,7 @@ def _launching(view: View) -> tuple[Effect, ...]:
 
 
 def _launch_given_up(view: View) -> Move | None:
-    """How the attempt ends if its launch is not to go on; None: it goes on."""
+    """The end of an attempt whose launch must not continue; None: it continues."""
     ran = any(m.reading in BEGUN for m in view.members)
     if gone_members := [m for m in view.members if m.gone]:
         return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone_members[0]))
@@ -261,7 +260,7 @@ def _launch_given_up(view: View) -> Move | None:
 
 
 def _begin(view: View) -> tuple[Effect, ...]:
-    """Launch once all members have their files, since a member that begins long before another gives up waiting for it."""
+    """Launch once all members have their files: a member that starts long before another gives up waiting for it."""
     to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
     absent = [m for m in to_begin if m.reading is Reading.ABSENT]
     if all(m.provided for m in to_begin):
@@ -289,14 +288,14 @@ def _running(view: View) -> tuple[Effect, ...]:
 
 
 def _has_failed(member: MemberView) -> bool:
-    """True if the member cannot go on, which ends the gang; a member that has succeeded does not end it."""
+    """True if the member cannot continue, which ends the gang; a member that has succeeded does not end it."""
     if member.reading is Reading.EXITED:
         return member.exit is None or not succeeded(member.exit)
     return member.lost or member.gone or member.reading not in _MAY_GO_ON
 
 
 def _lost_while_running(view: View) -> Move:
-    """The end of an attempt that ran and of which not all members have left an exit record."""
+    """The end of an attempt that ran but has members without an exit record."""
     missing = [m for m in view.members if m.reading is not Reading.EXITED]
     gone_members = [m for m in missing if m.gone]
     rebooted = [m for m in missing if m.reading is Reading.REBOOTED]
@@ -327,7 +326,7 @@ def _decide_ended(view: View) -> tuple[Effect, ...]:
 
 
 def _towards_release(member: MemberView) -> tuple[Effect, ...]:
-    """A machine that was lost may come back, with the attempt on it: it is killed there, or made void, before anything is given back."""
+    """Steps until the member can be released. A lost machine may come back with the attempt: kill or void it there before releasing."""
     match member.reading:
         case Reading.UNREACHABLE | Reading.UNKNOWN:
             return (Abandon(member.rank),) if member.lost and not member.abandoned else ()
@@ -344,12 +343,12 @@ def _towards_release(member: MemberView) -> tuple[Effect, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Ending only when nothing runs
+# Stopping all members before the attempt ends
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _once_still(view: View, end: Move | Callable[[View], Move]) -> tuple[Effect, ...]:
-    """The end, if nothing of the attempt runs on any machine; what brings that about, if something may."""
+    """The end, if the attempt runs on no machine; otherwise the effects that stop it there."""
     restless = [m for m in view.members if not _still(view, m)]
     if restless:
         return tuple(effect for m in restless for effect in _towards_stillness(m))
@@ -357,10 +356,10 @@ def _once_still(view: View, end: Move | Callable[[View], Move]) -> tuple[Effect,
 
 
 def _still(view: View, member: MemberView) -> bool:
-    """It is proved that nothing of it runs there, nor will.
+    """True if it is proved that the member does not run there, and never will.
 
-    An exit record is proof enough that the command has ended, but where a cancellation is to be acknowledged its children count too. A
-    folder that was there and is not, or says `voided` after the attempt had begun, proves nothing about processes.
+    An exit record proves that the command has ended, but before a cancellation is acknowledged its child processes must be gone too. A
+    folder that has disappeared, or says `voided` after the attempt had started, proves nothing about processes.
     """
     if member.gone or member.reading is Reading.REBOOTED:
         return True
@@ -393,7 +392,7 @@ def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
 
 
 def _result(view: View) -> Move:
-    """The end of an attempt all of whose members left an exit record."""
+    """The end of an attempt whose members all left an exit record."""
     failing = [m for m in view.members if m.exit is None or not succeeded(m.exit)]
     if not failing:
         if unfetched := [m for m in view.members if not m.collected]:
@@ -417,7 +416,7 @@ def _result(view: View) -> Move:
 
 
 def _cause_order(member: MemberView) -> tuple[bool, float, int]:
-    """The first to fail by itself is the cause; those that were killed for its sake say nothing. Clocks of machines are not compared."""
+    """Sort key: the first member to fail by itself is the cause; those killed because of it are not. Machines' clocks are not compared."""
     record = member.exit
     killed = record is not None and record.reason is ExitReason.CANCELLED
     return killed, member.ended or 0.0, member.rank
@@ -440,7 +439,7 @@ def _end(
 
 
 def _at_fault(members: Sequence[MemberView]) -> MemberView:
-    """The member that did not do as it should; rank 0 where that cannot be said."""
+    """The member that caused the failure; rank 0 if that is unknown."""
     for member in members:
         if member.gone or member.rejected or member.reading in {Reading.REFUSED, Reading.LOST}:
             return member
@@ -504,10 +503,10 @@ class Stray(StrEnum):
     """Actions for an attempt that a machine reports."""
 
     LEAVE = "leave"
-    """It is live, or over there as well."""
+    """It is live, or over on the machine too."""
     KILL = "kill"
     QUARANTINE = "quarantine"
-    """Recorded and shown; it may be the work of another control plane, or of this one before its database was set back."""
+    """Recorded and shown; it may belong to another control plane, or to this one before its database was restored to an older state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""The gateway: everything that a dispatcher changes outside itself goes through here, one effect after the other, by name.
+"""The gateway: all effects of a dispatcher pass through here, one after the other, by name.
 
 There are three kinds: a transaction on the database (`commit`), a request to a machine (`ask`), and a durable write on the control side's
-own disk (`write`). A dispatcher may die between any two of them, and the next one must be able to go on. As all effects pass one place,
-tests can check every such moment: a hook is called before and after each, counts them in a run that goes well, and then dies before and
+own disk (`write`). A dispatcher may die between any two of them, and the next one must be able to continue. As all effects pass one place,
+tests can check every such moment: a hook is called before and after each. It counts them in a run that succeeds, and then dies before and
 after the k-th, for every k.
 
 A death is a `BaseException` that unwinds the dispatcher. Once it has been raised the gateway is shut: no `finally` and no other task of the
-dying process changes anything any more, as after kill -9. Effects under way are not taken back, for they may have arrived.
+dying process changes anything any more, as after kill -9. Effects in progress are not undone, since they may have arrived.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Hook = Callable[[str, Side], None]
 
 
 class Death(BaseException):
-    """The process is dead from here on; only tests raise it. No `except Exception` on the way holds it up."""
+    """The process counts as dead from here on; only tests raise it. No `except Exception` stops it."""
 
 
 def _nothing(name: str, side: Side) -> None:
-    """A process that lives."""
+    """The hook of a process that does not die."""
 
 
 class Gateway:
-    """The one way from a dispatcher to the world."""
+    """The only way by which a dispatcher affects anything outside itself."""
 
     def __init__(self, database: Database, hook: Hook = _nothing) -> None:
         self.database = database
@@ -55,47 +55,47 @@ class Gateway:
         self._dead = False
 
     async def commit(self, name: str, fn: Callable[[Session], T]) -> T:
-        """One transaction; `fn` may be called several times, see `Database.run`."""
+        """Run one transaction; `fn` may be called several times, see `Database.run`."""
         return await self._through(name, lambda: self.database.in_thread(fn))
 
     async def commit_of(
         self, epoch: int, name: str, fn: Callable[[Session], T], *, ends: bool = False
     ) -> T:
-        """The same for what is short, and about one attempt: it may share its transaction with others of the same moment. Whether it `ends`
-        that attempt."""
+        """`commit` for a short write about one attempt, which may share its transaction with concurrent ones. `ends`: it ends the
+        attempt."""
         return await self._through(name, lambda: self._writes.commit(epoch, fn, ends=ends))
 
     async def look(self, fn: Callable[[Session], T]) -> T:
-        """Read the database. Changes nothing, so that it is no effect, but the dead do not look either."""
+        """Read the database. That changes nothing, so it is no effect, but a dead process must not read either."""
         self._alive()
         found = await self.database.read_in_thread(fn)
         self._alive()
         return found
 
     async def look_together(self, reads: Reads[Key, T], key: Key) -> T | None:
-        """The same for what many ask for at the same moment."""
+        """`look` for a read that many controllers do at the same time; they share transactions."""
         self._alive()
         found = await reads.look(key)
         self._alive()
         return found
 
     async def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """A request to a machine."""
+        """Send a request to a machine."""
         return await self._through(name, call)
 
     async def write(self, name: str, fn: Callable[[], T]) -> T:
-        """A durable write on this machine, in a thread."""
+        """Do a durable write on this machine, in a thread."""
         return await self._through(name, lambda: asyncio.to_thread(fn))
 
     def host(self, host: Host) -> Host:
-        """The machine as seen through this gateway: each request is an effect, named by its verb."""
+        """Wrap the connection to a machine: each request becomes an effect, named by its verb."""
         return _Watched(host, self)
 
     async def _through(self, name: str, effect: Callable[[], Awaitable[T]]) -> T:
         self._pass(name, Side.BEFORE)
         try:
             result = await effect()
-        except Exception:  # what went wrong may have had its effect all the same
+        except Exception:  # a failed call may have had its effect all the same
             self._pass(name, Side.AFTER)
             raise
         self._pass(name, Side.AFTER)
@@ -115,7 +115,7 @@ class Gateway:
 
 
 class _Watched:
-    """A `Host` whose every request passes the gateway."""
+    """A `Host` whose requests all pass the gateway."""
 
     def __init__(self, host: Host, gateway: Gateway) -> None:
         self._host = host

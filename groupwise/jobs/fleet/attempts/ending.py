@@ -1,7 +1,7 @@
-"""How an attempt ends and releases its reservations: one transaction each.
+"""The end of an attempt, and the release of its reservations: one transaction each.
 
-`end` writes the end of the attempt, the job's next status, the quarantine of a broken GPU or the cordoning of a machine that launches
-nothing, and the events of all that, together or not at all. So there is no moment at which a job is running without a live attempt.
+`end` writes the end of the attempt, the job's next status, the quarantine of a broken GPU or the cordoning of a machine that fails
+launches, and the events of all that, together or not at all. So there is no moment at which a job is running without a live attempt.
 
 Reservations stay open until the machine was seen to hold nothing of the attempt (`release`), or an operator has declared the machine lost
 (`abandon`). Only an attempt that never ran anywhere releases them at once.
@@ -50,16 +50,16 @@ from groupwise.jobs.fleet.store.tables import (
 from groupwise.jobs.hosts.failures import FailureClass
 
 ACCUSATION_SECONDS = 86_400.0
-"""A job's accusation of a GPU counts for this long."""
+"""Seconds for which a job's accusation of a GPU counts."""
 CORDONED_AFTER = 3
 """Refused launches in a row, each of another job, after which a machine is cordoned."""
 REFUSED = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})
-"""Failures before the command began, with a refusal that says why."""
+"""Failures before the command started, with a refusal that gives the reason."""
 
 
 @in_steps
 def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> Steps:
-    """End the attempt and move its job on. Idempotent."""
+    """End the attempt and write its job's next status. Idempotent."""
     attempt = guarded(session, epoch, owner)
     if attempt.state == AttemptState.ENDED:
         return
@@ -77,7 +77,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         session, attempt, owner, events.ATTEMPT_ENDED, before={"state": before}, after=after,
         detail={"because": move.because},
     )  # fmt: skip
-    yield None  # the database demands that the attempt ends before its job moves
+    yield None  # a trigger demands that the attempt ends before its job moves
     if move.failure is FailureClass.GPU_FAULT:
         _quarantine(session, attempt, owner, move)
     if _steps_back(attempt, move):
@@ -89,7 +89,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     _move_job(session, job, attempt, owner, move, verdict)
     freed: list[str] = []
     if move.outcome is Outcome.VOID:
-        # It never ran, and every machine that knew of it has made sure that it never will.
+        # It never ran, and every machine that knew of it has ensured that it never will.
         for member in members_of(session, epoch):
             member.released = True
             freed.append(member.vm_id)
@@ -101,7 +101,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
 def verdict_on(
     session: Session, job: Job, attempt: Attempt, move: Move, chance: random.Random
 ) -> Verdict:
-    """Decide what follows for the job when its attempt ends like this."""
+    """Decide the job's next status when its attempt ends like this."""
     assert move.outcome is not None, "the end of an attempt has an outcome"
     blamed = _machine_to_blame(move)
     facts = JobFacts(
@@ -124,14 +124,14 @@ def _move_job(
     record: Mapping[str, Any] | None = _member_at_fault(move).get("exit")
     exit_code, tail = None, ""
     if record is not None:
-        # As a shell reports it: 128 and the signal's number.
+        # As a shell reports it: 128 plus the signal's number.
         exit_code = record["code"] if record["signal"] is None else 128 + record["signal"]
         tail = record["tail"]
     job.status = verdict.status
     job.spent = dict(verdict.spent)
     job.exit_code = exit_code
     if verdict.status is JobStatus.QUEUED:
-        job.not_before = max(job.not_before, now + verdict.delay)  # something else may hold it back
+        job.not_before = max(job.not_before, now + verdict.delay)  # something else may delay it
         job.waiting_since = now
         job.blocked_reasons = None
         job.retry_count += int(verdict.counts_as_retry and move.outcome is not Outcome.VOID)
@@ -162,14 +162,14 @@ def _member_at_fault(move: Move) -> Mapping[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Broken GPUs and machines that launch nothing
+# Broken GPUs and machines that fail launches
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """Quarantine the failed member's GPUs (those that the reason names, else all) until an operator has looked.
+    """Quarantine the failed member's GPUs (those that the reason names, else all) until an operator has checked them.
 
-    What a job printed is no evidence by itself, or one job could disable a whole fleet. It accuses the GPU: an operator sees the event,
+    Output of a job is no evidence by itself, or one job could disable a whole fleet. It only accuses the GPU: an operator sees the event,
     other jobs still get the GPU, and it is quarantined once another job accuses it too.
     """
     member = _member_at_fault(move)
@@ -235,7 +235,7 @@ def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -
 
 
 def _machine_to_blame(move: Move) -> str | None:
-    """vm_id of the machine that refused the launch for a reason of its own, if so."""
+    """vm_id of the machine that refused the launch for a reason of its own; None if there is none."""
     culprit = _member_at_fault(move)
     refusal: str | None = culprit.get("refusal")
     if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
@@ -246,7 +246,7 @@ def _machine_to_blame(move: Move) -> str | None:
 
 
 def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """Note what a runner saw of its GPUs, until the poller's next observation, so that no job is placed on them meanwhile. The rest of the
+    """Record a runner's problem with its GPUs until the poller's next observation: no job is placed on them meanwhile. The rest of the
     machine stays in use."""
     culprit = _member_at_fault(move)
     refusal: str = culprit.get("refusal") or ""
@@ -262,7 +262,7 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
 
 
 def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
-    """True if the job would be refused everywhere, later too. A program that one machine lacks may be on another that it may go to; a
+    """True if every machine would refuse the job, also later. A program that one machine lacks may exist on another that the job can use; a
     secret or a disk of the control machine may be available again later."""
     if move.failure not in REFUSED:
         return False
@@ -282,20 +282,20 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
 
 
 def _is_taken(move: Move) -> bool:
-    """True if another attempt holds what it was given. This database may not know that one, and it may run for days."""
+    """True if another attempt holds its GPUs or slot. This database may not know that attempt, and it may run for days."""
     word = refusals.code_of(_member_at_fault(move).get("refusal"))
     return move.failure is FailureClass.LAUNCH_FAILURE and word in refusals.TAKEN
 
 
 def _steps_back(attempt: Attempt, move: Move) -> bool:
-    """True if the checkpoint from which it was to resume is damaged in the store."""
+    """True if the checkpoint to resume from is damaged in the store."""
     if move.failure is not FailureClass.NOT_PROVIDED or attempt.resume_from is None:
         return False
     return refusals.code_of(_member_at_fault(move).get("refusal")) == refusals.CHECKPOINT
 
 
 def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """Mark the checkpoint as damaged, so that no attempt resumes from it; the event says where the next one resumes."""
+    """Mark the checkpoint as damaged: no attempt resumes from it. The event records where the next one resumes."""
     damaged = attempt.resume_from or {}
     of_job = Checkpoint.job_id == attempt.job_id
     session.execute(
@@ -333,7 +333,7 @@ def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Giving back
+# Releasing reservations
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 

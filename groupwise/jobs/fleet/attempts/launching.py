@@ -1,8 +1,8 @@
-"""The launch request of an attempt: the job's spec, with what belongs to this attempt alone.
+"""The launch request of an attempt: the job's spec, and the values that belong to this attempt alone.
 
-That is its number and why the previous one failed, the checkpoint from which it resumes, the values of its secrets (read now from the
-control machine, stored nowhere), and, in a gang, the address of rank 0. The meeting point of a gang is named after the attempt, and its
-port is derived from that name, so that processes left over from an earlier attempt are never met.
+These are its number and the previous failure, the checkpoint from which it resumes, the values of its secrets (read now from the control
+machine, stored nowhere), and, in a gang, the address of rank 0. The rendezvous of a gang is named after the attempt, and its port is
+derived from that name, so the members never connect to processes left over from an earlier attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
 
 
 def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
-    """The engine that is to start it and what is requested from that, if the machine has one."""
+    """The engine that starts it and the options for that, if the machine has one."""
     if member.machine.engine is None:
         return None
     resources = Resources.model_validate(row.resources)
@@ -50,7 +50,7 @@ def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
 
 
 async def timed(launch: Launch, runner: Runner) -> Launch:
-    """Add the present time of the machine, from which the deadman counts: a request that arrives after the timeout starts nothing."""
+    """Add the machine's present time, from which the deadman counts: a request that arrives after the timeout starts nothing."""
     if launch.deadman is None:
         return launch
     return replace(launch, clock=(await runner.status(launch.job, launch.epoch)).clock)
@@ -62,7 +62,7 @@ def deadman_of(member: MemberRow) -> float | None:
 
 
 def files_of(row: Snapshot) -> Manifest:
-    """All files that a machine must have before the attempt can begin there."""
+    """All files that a machine must have before the attempt can start there."""
     resume = resume_of(row)
     return {**from_json(row.spec).files, **(resume.manifest if resume else {})}
 

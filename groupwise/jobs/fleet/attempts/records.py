@@ -1,11 +1,11 @@
-"""Attempts in the database: what is recorded about them, and how their owner writes it.
+"""Attempts in the database: their records, and how their owner writes them.
 
-A dispatcher owns an attempt for as long as its lease runs, by the clock of the database. Every write is guarded: the row is looked up by
-epoch *and* owner, and locked. If there is no such row, another dispatcher has taken over: `Stale` is raised, and the controller that gets
-it drops the attempt and touches nothing. An expired lease alone does not make an owner stale; being replaced does.
+A dispatcher owns an attempt until its lease ends, by the clock of the database. Every write is guarded: the row is looked up by epoch
+*and* owner, and locked. If there is no such row, another dispatcher has taken over: `Stale` is raised, and the controller that gets it
+drops the attempt and touches nothing. An expired lease alone does not make an owner stale; being replaced does.
 
-All functions here run inside a transaction that the caller begins and commits (`Gateway.commit`). `ending.py` holds how an attempt ends,
-and its job with it.
+All functions here run inside a transaction that the caller opens and commits (`Gateway.commit`). `ending.py` ends an attempt, and its
+job with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.answers import ExitRecord, MemberState, RunnerState
 
 LEASE = 25.0
-"""Seconds without renewal after which another dispatcher takes over; with its next round and some work, that takes under half a minute."""
+"""Seconds without renewal after which another dispatcher takes over; including its next round, a takeover takes under half a minute."""
 LONGEST_LEASE = 120.0
 """The longest lease that may be set. One that ends later than twice this from now was written before the database's clock was set back."""
 AHEAD = 5.0
@@ -46,11 +46,11 @@ AHEAD = 5.0
 ADOPTED_AT_ONCE = 200
 """Attempts adopted at once. The rest is left to other dispatchers, or to the next round."""
 NO_PROBE = ("true",)
-"""The probe command of a caller that only wants to know about attempts."""
+"""The probe command of a caller that only needs the attempts: it reads no GPUs."""
 WAITS = "waits"
-"""Key in a member's handle: what it waits for in the queue of its engine."""
+"""Key in a member's handle: the reason why it waits in the queue of its engine."""
 GONE_IN_A_ROW = 3
-"""Checkpoints in a row that were deleted before they were fetched, until an operator is alerted. One now and then is normal, since trainers
+"""Checkpoints in a row that were deleted before they were fetched, until an operator is alerted. A single one is normal, since trainers
 delete all but their newest."""
 
 
@@ -60,7 +60,7 @@ class Stale(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How a machine is reached and used, from its row."""
+    """The connection and the settings of a machine, from its row."""
 
     vm_id: str
     transport: str
@@ -84,7 +84,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """One member of an attempt, with what it holds."""
+    """One member of an attempt, with the resources that it holds."""
 
     rank: int
     machine: Machine
@@ -94,7 +94,7 @@ class MemberRow:
     log_offset: int
     released: bool
     gpus: tuple[str, ...]
-    """UUIDs."""
+    """UUIDs of its GPUs."""
     share_mb: int | None
     slot: int | None
     gpu_problems: tuple[str, ...]
@@ -110,12 +110,12 @@ class MemberRow:
 
     @property
     def silent_since(self) -> float | None:
-        """Since when its machine is silent, by the database's clock; None: it answers."""
+        """The database time since when its machine is silent; None: it answers."""
         return self.handle.get("silent_since")
 
     @property
     def elsewhere(self) -> bool:
-        """True if what answers has another root folder than the one in which the attempt began."""
+        """True if the runner that answers has another root folder than the one in which the attempt started."""
         return bool(self.handle.get("elsewhere"))
 
     @property
@@ -131,7 +131,7 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything about an attempt that its owner needs, as it stood at one moment."""
+    """Everything about an attempt that its owner needs, read at one moment."""
 
     epoch: int
     job_id: str
@@ -150,7 +150,7 @@ class Snapshot:
     previous_failure: str | None
     members: tuple[MemberRow, ...]
     now: float
-    """Seconds of the database's clock."""
+    """Database time of the reading, in seconds."""
 
     @property
     def key(self) -> str:
@@ -164,7 +164,7 @@ class Snapshot:
 
 
 def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, Snapshot]:
-    """The attempts among these that this owner still has, all read at one moment."""
+    """Those of these attempts that the owner still has, all read at one moment."""
     rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
     epochs = [row.epoch for row in rows]
     reservations = _reservations_held(session, epochs)
@@ -242,11 +242,11 @@ _HELD = (
     .where(Reservation.epoch.in_(_GIVEN))
     .order_by(Reservation.epoch, Reservation.rank, GPU.index)
 )
-"""Columns by name, and made once: every driven attempt is read so again and again."""
+"""Columns instead of objects, and built once: this query runs for every driven attempt, again and again."""
 
 
 def _reservations_held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
-    """Reservations by epoch and rank, released ones too, since a repeated launch must be the same launch."""
+    """Reservations by epoch and rank, including released ones, since a repeated launch must be identical to the first."""
     held: dict[tuple[int, int], list[Any]] = {}
     for row in session.execute(_HELD, {"epochs": epochs}):
         held.setdefault((row.epoch, row.rank), []).append(row)
@@ -275,7 +275,7 @@ def _member(row: Any, reservations: Sequence[Any]) -> MemberRow:
 
 
 def machine(vm: VM) -> Machine:
-    """The machine of a row. Behind an engine no GPUs are probed, and there is no deadman."""
+    """Convert a row. A machine that fronts an engine probes no GPUs and has no deadman."""
     engine = elastic_of(vm.engine)
     probe = vm.probe if engine is None else NO_PROBE
     return Machine(
@@ -299,17 +299,17 @@ def machine(vm: VM) -> Machine:
 
 
 def machines(session: Session) -> list[Machine]:
-    """All of the fleet."""
+    """All active machines of the fleet."""
     return [machine(vm) for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id))]
 
 
 def names(session: Session) -> list[str]:
-    """All machines that have a row, in use or not."""
+    """All machines that have a row, active or not."""
     return list(session.scalars(select(VM.vm_id)))
 
 
 def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
-    """Users' requests about this owner's open attempts, by epoch: whether cancelled, and which machines were declared lost."""
+    """Users' requests about this owner's open attempts, by epoch: whether it is cancelled, and its machines that were declared lost."""
     found: dict[int, tuple[bool, tuple[str, ...]]] = {
         epoch: (cancelled is not None, ())
         for epoch, cancelled in session.execute(
@@ -357,12 +357,12 @@ def known(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Who owns what
+# Ownership
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
-    """Keep all open attempts of this owner; their epochs."""
+    """Renew the leases of all open attempts of this owner; returns their epochs."""
     return list(
         session.scalars(
             update(Attempt)
@@ -374,9 +374,10 @@ def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
 
 
 def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
-    """Take over open attempts whose lease has run out; their epochs, the oldest first.
+    """Take over open attempts whose lease has run out; returns their epochs, the oldest first.
 
-    One that lasts longer than any was given before the database's clock was set back; its owner has renewed it since, unless it is dead.
+    A lease that ends too far in the future was written before the database's clock was set back. A living owner would have renewed it
+    since, so it counts as run out.
     """
     now = seconds(session)
     found = session.scalars(
@@ -397,12 +398,12 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
 
 
 def release_ownership(session: Session, owner: str) -> None:
-    """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. What runs, runs on."""
+    """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. Running jobs continue."""
     session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
 
 
 def let_all_go(session: Session) -> None:
-    """End the leases of owners that are known to be gone, so that their attempts may be adopted at once."""
+    """End all leases, when their owners are known to be gone: their attempts may then be adopted at once."""
     session.execute(update(Attempt).where(_open()).values(lease_until=0.0))
 
 
@@ -411,7 +412,7 @@ def _open() -> ColumnElement[bool]:
 
 
 def guarded(session: Session, epoch: int, owner: str) -> Attempt:
-    """The attempt's row, locked, if it is this owner's; else Stale."""
+    """Lock and return the attempt's row if it is this owner's; else raise Stale."""
     locked: dict[int, Attempt] = session.info.get(_LOCKED, {})
     attempt = locked.get(epoch) or session.scalar(_GUARDED, {"epochs": [epoch]})
     if attempt is None or attempt.owner != owner:
@@ -430,8 +431,8 @@ _JOBS = "groupwise_jobs"
 
 
 def lock(session: Session, epochs: Iterable[int], ending: Iterable[int] = ()) -> None:
-    """Attempts that are about to be written, with their members, and the jobs of those that end, at once; `guarded`, `members_of` and
-    `job_of` then find them. To be called first."""
+    """Lock, with one query for each table, the attempts that are about to be written and the jobs of those that end, and read their
+    members. `guarded`, `members_of` and `job_of` then use these rows. Call it first in the transaction."""
     given = {"epochs": sorted(set(epochs))}
     locked = {each.epoch: each for each in session.scalars(_GUARDED, given)}
     session.info[_LOCKED] = locked
@@ -456,7 +457,7 @@ _WITH_FAILURES = (
 
 
 def job_of(session: Session, attempt: Attempt) -> Job:
-    """Locked."""
+    """The attempt's job, locked."""
     jobs: dict[str, Job] = session.info.get(_JOBS, {})
     return jobs.get(attempt.job_id) or session.get_one(
         Job, attempt.job_id, with_for_update=True, populate_existing=True
@@ -472,12 +473,12 @@ def members_of(session: Session, epoch: int) -> Sequence[Member]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Writing down what was seen
+# Recording observations
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
-    """The next state, but for the last (`ending.end`). Done once or twice, it is the same."""
+    """Write the next state, except the last (`ending.end`). Safe to repeat."""
     attempt = guarded(session, epoch, owner)
     if attempt.state == to:
         return
@@ -488,7 +489,7 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
 
 
 def _begin(session: Session, attempt: Attempt) -> None:
-    """All members run, so their machines can launch."""
+    """All members run, which proves that their machines can launch: reset the machines' counts of failed launches."""
     attempt.running_at = seconds(session)
     blamed: set[int] | None = session.info.get(_BLAMED)
     if blamed is None or attempt.epoch in blamed:
@@ -507,7 +508,7 @@ _LAUNCHES = (
 
 
 def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
-    """Record what a runner reported about a member."""
+    """Record a runner's report about a member."""
     guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
@@ -521,7 +522,7 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
 
 
 def waits_for(state: MemberState) -> str | None:
-    """The reason why a member waits in the queue of its engine, in words."""
+    """The reason why a member waits in the queue of its engine, in words; None: it does not wait."""
     return state.engine_says or None if state.state is RunnerState.QUEUED else None
 
 
@@ -537,7 +538,7 @@ def contact(
 ) -> None:
     """Record that the machine fell silent, or answers again. The time of falling silent is written once, by the database's clock.
 
-    `elsewhere`: something answers, but from another root folder than the one in which the attempt began, so nothing is known about it
+    `elsewhere`: a runner answers, but from another root folder than the one in which the attempt started, so nothing is known about it
     either. An attempt is unreachable from the moment when the first of its members is.
     """
     attempt = guarded(session, epoch, owner)
@@ -581,8 +582,8 @@ def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None
 def not_mirrored(
     session: Session, epoch: int, owner: str, rank: int, why: str, *, gone: bool
 ) -> None:
-    """A checkpoint of it did not come. The operator is told once until one does: at once where it will never, and where it was `gone`
-    before it had come, when others before it were."""
+    """Record that a checkpoint could not be fetched. The operator is alerted once, until one arrives again: at once if it can never be
+    fetched, but if it was deleted before it was fetched (`gone`), only after GONE_IN_A_ROW failures in a row."""
     attempt = guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
@@ -596,7 +597,7 @@ def not_mirrored(
 
 
 def mirrored(session: Session, epoch: int, rank: int) -> None:
-    """One has come: whatever was wrong with those before it is over. The attempt's row is locked."""
+    """A checkpoint has arrived, so earlier failures no longer matter. The attempt's row is locked."""
     member = session.get_one(Member, (epoch, rank))
     if "missed" in member.handle:
         over = ("missed", "not_mirrored")
@@ -606,7 +607,7 @@ def mirrored(session: Session, epoch: int, rank: int) -> None:
 def leaking(
     session: Session, epoch: int, owner: str, rank: int, holders: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Its machine still holds something of it: the operator is told once, and what it holds is not used."""
+    """The machine still holds resources of an ended attempt. The operator is alerted once, and these resources are not used."""
     attempt = guarded(session, epoch, owner)
     if attempt.state != AttemptState.ENDED or attempt.cleanup == Cleanup.LEAKING:
         return
@@ -625,7 +626,7 @@ def leaking(
 
 
 def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
-    """Write down, once, that a machine runs something that the database does not know. True where that is news."""
+    """Record once that a machine runs an attempt that the database does not know. True if it was not recorded before."""
     kind = events.ATTEMPT_QUARANTINED
     reported = select(Event.event_id).where(
         Event.job_id == job_id, Event.kind == kind, Event.vm_id == vm_id, Event.epoch == epoch
@@ -651,10 +652,10 @@ class LeftBehind:
 
 
 def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
-    """Machines that have not been asked since `began`, with or without an answer; `lately`: nor for so long before it that what was seen
-    says nothing any more. Such a fleet stood still, and its database may have been set back.
+    """Machines that were not asked for their state since `began`, with or without an answer. If `lately`, an observation that was still
+    fresh at `began` counts too. While there are such machines, the fleet may have stood still and its database may have been restored.
 
-    One that was silent before may answer now, so that it counts as well; one that is not trusted gets no requests, and so runs nothing.
+    A machine that was silent before may answer now, so it is listed as well. An untrusted one gets no requests, and so runs nothing.
     """
     now = seconds(session)
     rows = session.execute(
@@ -671,7 +672,7 @@ def not_looked_at(session: Session, began: float, *, lately: bool = True) -> lis
 
 
 def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
-    """When a machine was asked last, as far as that can be believed: a time to come is one of another clock."""
+    """When a machine was asked last. Times in the future are ignored, since they come from another clock."""
     times = (observed, missed_at(facts))
     return max((time for time in times if time <= now + AHEAD), default=0.0)
 
@@ -708,14 +709,14 @@ def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
 
 
 def left_nothing(session: Session, epoch: int, rank: int) -> None:
-    """A machine that had been lost was seen to hold nothing of this member."""
+    """Record that a machine that had been lost holds nothing of this member."""
     session.execute(
         update(Member).where(Member.epoch == epoch, Member.rank == rank).values(released=True)
     )
 
 
 def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
-    """A machine that was declared lost answers and holds nothing of earlier attempts: it may be used again."""
+    """Use a machine again that was declared lost, if it holds nothing of earlier attempts. Returns whether it does not."""
     vm = session.get_one(VM, vm_id, with_for_update=True)
     unfinished = session.scalar(
         select(Member.epoch)

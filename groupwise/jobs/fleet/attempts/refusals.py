@@ -1,7 +1,8 @@
-"""Why an attempt was not begun, as `code: message`, and what the code is about: its machine, a GPU there, the job, or the control machine.
+"""Why an attempt was not started, as `code: message`, and what the code concerns: its machine, a GPU there, the job, or the control
+machine.
 
-All but the last are words of a runner. What the control machine refuses never reached one: what it does not have is to be had nowhere
-else either, so that no machine is to blame for it and no other one would be better.
+Refusals by the control machine never reached a runner: it lacks something that no other machine could provide either. So no machine is to
+blame for them, and no other one would do better. All others are refusals by a runner.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ OF_GPUS = {
 TAKEN = frozenset({"gpu_busy"})
 """Refusals by a runner because another attempt, which it names, holds the GPU or the slot."""
 VOIDED = "voided"
-"""Refusal by a runner: an engine gave the attempt up before it began."""
+"""Refusal by a runner: an engine gave the attempt up before it started."""
 FOR_GOOD = frozenset({"bad_spec", BLOB})
 """Refusals that every later attempt would meet too."""
 _NAMED = 3
-"""File names shown in a message."""
+"""Maximum file names shown in a message."""
 
 
 def code_of(refusal: str | None) -> str:
@@ -44,7 +45,7 @@ def message_of(refusal: str | None) -> str:
 
 
 def of_engine(refusal: str | None) -> str | None:
-    """Why an engine gave the attempt up before it began; None: it did not."""
+    """The reason why an engine gave the attempt up before it started; None: it did not."""
     return message_of(refusal) if code_of(refusal) == VOIDED else None
 
 

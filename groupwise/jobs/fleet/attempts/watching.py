@@ -1,12 +1,12 @@
 """One long poll for each machine, shared by all attempts that are driven there.
 
-A controller asks the machine itself when it wants to know something; a `Watch` tells it that something has changed. It keeps one `wait`
-request open per machine that names every attempt of which news may come, and hands each state to its listener. A `wait` also resets the
-runner's deadman. So an attempt is named only while its controller has recorded in the database that the machine answers (`hearing`): the
-deadman of an attempt on a machine recorded as silent keeps running, however many of our requests still reach it.
+A controller asks the machine itself when it needs to know something; a `Watch` notifies it of changes. It keeps one `wait` request open per
+machine that names every attempt that may change, and passes each state to its listener. A `wait` also resets the runner's deadman.
+So an attempt is named only while its controller has recorded in the database that the machine answers (`hearing`): the deadman of an
+attempt on a machine recorded as silent keeps running, no matter how many of our requests still reach it.
 
-A machine that does not answer is asked again with growing pauses, by `status`, which resets no deadman; as soon as it answers, all
-listeners are told to look.
+A machine that does not answer is asked again with growing pauses, by `status`, which resets no deadman. As soon as it answers, all
+listeners are notified.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Listener(Protocol):
 
     @property
     def name(self) -> tuple[str, int]:
-        """Job and epoch."""
+        """Job id and epoch."""
         ...
 
     @property
     def last(self) -> MemberState | None:
-        """The last state heard of it; None: none, or it is out of date."""
+        """The last state that is known of it; None: none, or it is out of date."""
         ...
 
     @property
     def hearing(self) -> bool:
-        """The database says that its machine answers."""
+        """True if the database records that its machine answers."""
         ...
 
     def heard(self, state: MemberState) -> None:
-        """News."""
+        """Its state may have changed to this one."""
         ...
 
     def lost_contact(self, why: str) -> None:
@@ -56,24 +56,24 @@ class Listener(Protocol):
         ...
 
     def contact_again(self) -> None:
-        """It answers."""
+        """Its machine answers again."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds. Tests have shorter ones."""
+    """Durations in seconds. Tests use shorter ones."""
 
     poll: float = 25.0
-    """How long a machine may keep a `wait` open; below the time after which middle boxes forget connections."""
+    """Time for which a machine may keep a `wait` open; shorter than the idle timeout of firewalls and NAT routers."""
     first: float = 1.0
     longest: float = 30.0
-    """Between two attempts to reach a machine."""
+    """First and longest pause between two attempts to reach a machine."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """The long poll of one machine; `run` goes on as long as there are listeners."""
+    """The long poll of one machine; `run` continues as long as there are listeners."""
 
     vm_id: str
     runner: Runner
@@ -84,21 +84,21 @@ class Watch:
     down: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     seen: asyncio.Event = field(default_factory=asyncio.Event)
-    """A listener has just reached the machine by other means."""
+    """Set when a listener has just reached the machine by another request."""
 
     def add(self, listener: Listener) -> None:
-        """Tell the listener of news from now on."""
+        """Notify the listener of news from now on."""
         self.listeners[listener.name] = listener
         self.changed.set()
 
     def remove(self, listener: Listener) -> None:
-        """Stop telling the listener."""
+        """Stop notifying the listener."""
         if self.listeners.get(listener.name) is listener:
             del self.listeners[listener.name]
             self.changed.set()
 
     def look_again(self) -> None:
-        """A listener's knowledge has changed otherwise than by this watch: choose again which attempts to name."""
+        """A listener's knowledge has changed, but not by this watch: choose again which attempts to name."""
         self.changed.set()
 
     async def run(self) -> None:
@@ -134,7 +134,7 @@ class Watch:
             listener.contact_again()
 
     async def _poll(self) -> None:
-        """One `wait` request, cancelled as soon as other attempts should be named."""
+        """Send one `wait` request, and cancel it as soon as other attempts should be named."""
         known = {
             name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
             for name, listener in self.listeners.items()
@@ -161,7 +161,7 @@ class Watch:
             if listener := self.listeners.get(name):
                 listener.heard(state)
         if states is not None:
-            # a machine that answers at once, whatever is asked, is not asked at once again
+            # a machine that answers every `wait` at once is not asked again at once
             pause = self.pauses.first / (10 if news else 1)
             await self._rest(max(0.0, asked_at + pause - time.monotonic()))
 
@@ -172,16 +172,16 @@ def _differs(state: MemberState, known: Known) -> bool:
 
 
 class Watches:
-    """The watches of all machines on which something is driven here."""
+    """The watches of all machines on which this dispatcher drives attempts."""
 
     def __init__(self, spawn: Callable[[str, Watch], None], pauses: Pauses | None = None) -> None:
-        """`spawn` has the watch run in the background, and `ended` called after it."""
+        """`spawn` runs the watch in the background, and calls `ended` after it."""
         self._spawn = spawn
         self._pauses = pauses or Pauses()
         self._by_machine: dict[str, Watch] = {}
 
     def listen(self, vm_id: str, runner: Runner, listener: Listener) -> Watch:
-        """Tell the listener of news of its attempt on this machine, until it is removed from the watch."""
+        """Notify the listener of news of its attempt on this machine, until it is removed from the watch."""
         watch = self._by_machine.get(vm_id)
         if watch is None:
             watch = self._by_machine[vm_id] = Watch(vm_id, runner, self._pauses)
@@ -206,5 +206,5 @@ class Watches:
             self.listen(vm_id, watch.runner, listener)
 
     def clear(self) -> None:
-        """Forget them all; they are being cancelled."""
+        """Forget all watches; their tasks are being cancelled."""
         self._by_machine.clear()

@@ -1,11 +1,11 @@
-"""Batching: what many controllers want of the database at the same moment becomes one transaction.
+"""Batching: concurrent requests of many controllers to the database become one transaction.
 
-A transaction costs more than the little that a controller reads or writes in it: its begin, its flush to disk, the statements that all of
-them repeat. So while one transaction is under way, further requests gather, and go together in the next. A controller that is alone waits
-for no one; a thousand that begin at once share a few dozen transactions.
+A transaction costs more than the few rows that a controller reads or writes in it: its start, its flush to disk, the statements that all of
+them repeat. So while one transaction is in progress, further requests gather, and share the next. A single controller waits for no other; a
+thousand that start at once share a few dozen transactions.
 
-No request suffers for another: if one of the writes raises, or has to wait for another process's lock, none is kept, and each is repeated
-in a transaction of its own, side by side.
+No request fails because of another: if one of the writes raises, or has to wait for another process's lock, the batch is rolled back, and
+each write is repeated in its own transaction, concurrently.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ One = TypeVar("One")
 Result = TypeVar("Result")
 
 MOST = 64
-"""Most requests in one transaction."""
+"""Maximum requests in one transaction."""
 LOCK_SECONDS = 0.2
-"""Seconds that a batch waits for a lock of another process; each request by itself then waits as long as any transaction."""
+"""Seconds that a batch waits for a lock of another process; a request on its own then waits as long as any transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Later(Generic[Result]):
 
 
 class Gathered(Generic[One, Result]):
-    """Requests that come while others are being dealt with; `deal` answers many at once, in their order."""
+    """Collects requests that arrive while others are being handled; `deal` answers many at once, in their order."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Gathered(Generic[One, Result]):
         self._slow: set[asyncio.Task[Result]] = set()
 
     async def ask(self, one: One) -> Result:
-        """Return its answer, or raise what was raised. If the caller is cancelled meanwhile, this returns only once the work is over."""
+        """Return the answer, or raise its error. If the caller is cancelled meanwhile, this returns only once the work is over."""
         entry = (one, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         if self._dealing is None or self._dealing.done():
@@ -82,7 +82,7 @@ class Gathered(Generic[One, Result]):
             now, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             try:
                 found = await self._deal([one for one, _ in now])
-            # whatever was raised goes to the callers, or they would wait for ever
+            # every error goes to the callers, which would otherwise wait for ever
             except BaseException as error:  # noqa: BLE001
                 found = [error] * len(now)
             for (_, answer), result in zip(now, found, strict=True):
@@ -120,7 +120,7 @@ class Write:
     epoch: int
     fn: Callable[[Session], Any]
     ends: bool
-    """It ends the attempt, and so writes the job as well."""
+    """True if it ends the attempt, and so writes the job as well."""
 
 
 class Writes:
@@ -143,13 +143,13 @@ class Writes:
             except Exception:  # noqa: BLE001  # one of them failed, unknown which: each runs alone below
                 pass
         alone = [asyncio.create_task(self._database.in_thread(write.fn)) for write in writes]
-        # Those that come after one which waits for a foreign lock do not wait for it.
+        # Later batches do not wait for a write that waits for another process's lock.
         await asyncio.wait(alone, timeout=LOCK_SECONDS)
         return [Later(task) for task in alone]
 
 
 class Reads(Generic[One, Result]):
-    """Combines many reads into few: `fn` reads all wanted keys at once; None for a key that is not there."""
+    """Combines many reads into few: `fn` reads all requested keys at once; None for a key that does not exist."""
 
     def __init__(
         self, database: Database, fn: Callable[[Session, Sequence[One]], Mapping[One, Result]]
@@ -178,7 +178,7 @@ class Reads(Generic[One, Result]):
 
 
 class _Apart(Exception):
-    """Together they would have to wait."""
+    """The batch would have to wait for another process's lock."""
 
 
 def _all(session: Session, writes: Sequence[Write]) -> list[Any]:

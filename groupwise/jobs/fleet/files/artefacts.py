@@ -1,15 +1,15 @@
-"""Brings the artefacts of a job from its machine to `artefacts/<job>/<epoch>/`; `artefacts/<job>/current` links to the newest.
+"""Fetches the artefacts of a job from its machine to `artefacts/<job>/<epoch>/`; `artefacts/<job>/current` links to the newest.
 
 The machine lists its files (path, sha256, mode, size); every file is fetched (large ones in pieces, small ones many in one call), hashed
-here, and flushed; then the folder gets its name, so that a folder of that name is complete and correct. After a crash, the files fetched
-before lie beside it under another name, and the next try continues with them.
+here, and flushed; then the folder is renamed to its final name. A folder of that name is therefore complete and correct. After a crash, the
+files fetched before are next to it under another name, and the next try continues with them.
 
 The machine is not trusted with this disk: only plain files inside the folder are made, none beyond the job's limits. Everything else (a
-link, a pipe, a device) is left out, and listed with its reason in `<epoch>.json`, beside the hashes of the fetched files. The artefacts are
-incomplete if a file should have come and cannot, and also if an artefact that the job names is itself no plain file or folder: otherwise
-all of it would be lost silently.
+link, a pipe, a device) is left out, and listed with its reason in `<epoch>.json`, together with the hashes of the fetched files. The
+artefacts are incomplete if a file should have been fetched and cannot be, and also if an artefact that the job names is itself no plain
+file or folder: otherwise all of it would be lost silently.
 
-In a gang, those of rank r lie in `<epoch>.<r>/`.
+In a gang, those of rank r are in `<epoch>.<r>/`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ KEPT_BACK = {
     "broken": "the machine could not read it",
     "not_utf8": "a name that is not UTF-8",
 }
-"""Reasons for which the machine does not offer a plain file. All its other reasons are about things that are no plain file."""
+"""Reasons why the machine does not offer a plain file. All its other reasons concern things that are no plain file."""
 NAMED = {
     "link": "a symbolic link stands there or above it, and links are not followed: write into the folder itself",
     "device": "a device stands there, and only files and folders are fetched",
     "pipe": "a pipe stands there, and only files and folders are fetched",
     "socket": "a socket stands there, and only files and folders are fetched",
 }
-"""Reasons for which a named artefact itself is not offered. Inside an artefact, such things are just left out."""
+"""Reasons why a named artefact itself is not offered. Inside an artefact, such things are just left out."""
 TRIES = 2
-"""How often the whole list is tried, if a file had changed by the time that it was read."""
+"""Tries of the whole list, if a file had changed by the time that it was read."""
 MAX_PATHS_LISTED = 5
-"""Most paths in a message."""
+"""Maximum paths in a message."""
 
 
 def artefact_folder(artefacts: Path, job: str, epoch: int, rank: int = 0) -> Path:
@@ -72,15 +72,15 @@ def artefact_folder(artefacts: Path, job: str, epoch: int, rank: int = 0) -> Pat
 
 
 def record_of(folder: Path) -> Path:
-    """The record beside the folder: which files there are, which were left out and why."""
+    """The record next to the folder: its files, and those that were left out, with the reasons."""
     return folder.with_name(f"{folder.name}.json")
 
 
 class Collector:
-    """Brings artefacts to this machine's disk, for the attempts of one dispatcher."""
+    """Fetches artefacts to this machine's disk, for the attempts of one dispatcher."""
 
     def __init__(self, artefacts: Path, store: BlobStore, gateway: Gateway) -> None:
-        """`store`: files that came with a mirrored checkpoint are copied from it."""
+        """`store`: files that belong to a mirrored checkpoint are copied from it instead of fetched."""
         self._artefacts = artefacts
         self._store = store
         self._gateway = gateway
@@ -162,7 +162,7 @@ class Collector:
 
 
 def _beyond(files: Manifest, limits: Limits) -> str | None:
-    """The reason if the files exceed the job's limits; the machine should keep to them, but is not trusted to."""
+    """The reason if the files exceed the job's limits; the machine should enforce them, but is not trusted to."""
     size = sum(entry.size for entry in files.values())
     if size > limits.artefact_mb << 20:
         largest = sorted(files, key=lambda path: -files[path].size)[:MAX_PATHS_LISTED]
@@ -174,7 +174,7 @@ def _beyond(files: Manifest, limits: Limits) -> str | None:
 
 
 def _lock_partial(target: Path) -> tuple[Path, int]:
-    """The folder to fetch to, and its lock: the folder of an earlier try, unless another process is at work there."""
+    """The folder to fetch to, and its lock: the folder of an earlier try, unless another process is fetching there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in (f".{target.name}.partial", f".{target.name}.partial-{uuid.uuid4().hex}"):
         folder = target.with_name(name)
@@ -215,12 +215,12 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
     except OSError:
         if not target.is_dir():
             raise
-        shutil.rmtree(folder)  # another process was faster; what it has is the same
+        shutil.rmtree(folder)  # another process was faster; its folder has the same contents
     sync_folder(target.parent)
 
 
 def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
-    """Report the files that should be there and are not, and how much else was left out. `artefacts`: the paths that the job names."""
+    """Report required files that are missing, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]
     more: dict[str, int] = document.get("left_out_more", {})
@@ -239,7 +239,7 @@ def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
 
 
 def _link_current(target: Path) -> None:
-    """Let `current` lead to the newest epoch that has been fetched."""
+    """Point `current` to the newest epoch that has been fetched."""
     link = target.with_name("current")
     with contextlib.suppress(OSError, ValueError):
         if int(os.readlink(link)) >= int(target.name):

@@ -1,16 +1,16 @@
-"""Clears the control machine: blobs that nothing in the database names any more, logs and artefacts of pruned jobs, and rows older than a
-week that are of no more use.
+"""Clears the control machine: blobs that the database does not name any more, logs and artefacts of pruned jobs, and rows older than a week
+that are no longer needed.
 
-To remove something, its row is deleted and that is committed; then its files go, here, called by `prune` or by the dispatchers, which look
-now and then. A crash in between leaves files without a row, which the next look finds; there is never a row without its files.
+To remove something, its row is deleted and that is committed; then its files are deleted, here, called by `prune` or by the dispatchers,
+which check now and then. A crash in between leaves files without a row, which the next check finds; there is never a row without its files.
 
-Writers go the other way round: first the blob, then the row that names it. Between the two nothing names the blob, and its age spares it
-(`jobs/hosts/files.py`): the time is read before the named blobs are, so a blob that was put, or asked for, within a day of that time stays,
-however long the query takes. Blobs that came only by the mirror of checkpoints are spared for minutes, and while a mirror needs them: what
-is needed is read before what is named, so that each blob is in one of the two sets.
+Writers work in the opposite order: first the blob, then the row that names it. Between the two no row names the blob, and its age spares it
+(`jobs/hosts/files.py`): the time is read before the named blobs are, so a blob that was stored, or asked for, within a day of that time
+stays, no matter how long the query takes. Blobs that only the mirror of checkpoints has stored are spared for minutes, and while a mirror
+needs them. Needed blobs are read before named ones, so each blob is in one of the two sets.
 
-Logs and artefacts are removed only if the events say that their job was pruned. If no table knows a job, the database may have been
-restored from a backup, or be the wrong one. For the same reason, a database that never had a job, and so names no blob, is not believed.
+Logs and artefacts are removed only if the events record that their job was pruned. If no table knows a job, the database may have been
+restored from a backup, or be the wrong one. For the same reason, a database that never had a job, and so names no blob, is not trusted.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from groupwise.jobs.hosts.spec import JOB_ID
 
 READ_AT_ONCE = 1000
 EVERY = SPARED_MARKED
-"""Seconds between two looks by dispatchers."""
+"""Seconds between two checks by dispatchers."""
 SILENT = 7 * 86_400.0
-"""Seconds after which the row of a killed process of the control plane is of no more use."""
+"""Seconds after which the row of a killed process of the control plane is deleted."""
 HISTORY_MINUTES = 7 * 24 * 60
 """Minutes for which observations of each GPU are kept."""
 GPUS_AT_ONCE = 20
@@ -58,7 +58,7 @@ CLEARING = ".clearing"
 def clear_away(
     database: Database, store: BlobStore, folders: Sequence[Path], *, after: float = 0.0
 ) -> int:
-    """Remove what nothing names any more. Returns the bytes of the blobs among it. `folders`: those of logs and artefacts.
+    """Remove unnamed files and old rows. Returns the bytes of the removed blobs. `folders`: those of logs and artefacts.
 
     Does nothing while another process clears this store, or if one did less than `after` seconds ago. The process may die after any step.
     """
@@ -99,12 +99,12 @@ def _alone(store: BlobStore, after: float) -> Generator[bool]:
 
 
 def forget_processes(session: Session) -> None:
-    """Delete the rows of processes that were killed; a process that ends in order deletes its own."""
+    """Delete the rows of processes that were killed; a process that ends normally deletes its own."""
     session.execute(delete(ControlProcess).where(ControlProcess.seen_at < clock() - SILENT))
 
 
 def forget_history(database: Database) -> None:
-    """Delete observations of GPUs that are more than a week old, also if their machine has left; found by the table's key."""
+    """Delete observations of GPUs that are more than a week old, also of machines that have left, by the table's primary key."""
     gpus = database.read(lambda s: list(s.scalars(select(GPU.gpu_id))))
     for start in range(0, len(gpus), GPUS_AT_ONCE):
         database.run(partial(_forget_minutes, gpus[start : start + GPUS_AT_ONCE]))
@@ -120,7 +120,7 @@ def _forget_minutes(gpus: Sequence[int], session: Session) -> None:
 
 
 def named_blobs(session: Session) -> set[str] | None:
-    """Blobs that the database names: files of jobs, checkpoints, and what unfinished attempts began with.
+    """Blobs that the database names: files of jobs, checkpoints, and the files that unfinished attempts started with.
 
     None: there never was a job, so the answer is not known. Call it within `Database.read`, which shows one moment.
     """
@@ -150,7 +150,7 @@ def _hashes_in(session: Session, query: Any) -> Iterator[str]:
 
 
 def forget_rights(database: Database, store: BlobStore) -> None:
-    """Delete the rights to blobs that are gone. A blob that was sent again meanwhile has a new right, which is too young to go."""
+    """Delete the rights to blobs that are gone. A blob that was sent again meanwhile has a new right, which is too young to be deleted."""
     known = database.read(partial(rights.old, age=SPARED))
     missing = [sha256 for sha256 in known if sha256 not in store]
     for start in range(0, len(missing), READ_AT_ONCE):
@@ -181,7 +181,7 @@ def pruned_jobs(session: Session, jobs: Iterable[str]) -> list[str]:
 
 
 def remove_files(folders: Iterable[Path], job_id: str) -> None:
-    """Remove what a job has left in the folders of logs and artefacts."""
+    """Remove the files of a job from the folders of logs and artefacts."""
     for path in _paths(folders, job_id):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -190,7 +190,7 @@ def remove_files(folders: Iterable[Path], job_id: str) -> None:
 
 
 def size_of_files(folders: Iterable[Path], job_id: str) -> int:
-    """Bytes on the disk of what a job has left in these folders."""
+    """Disk usage in bytes of a job's files in these folders."""
     size = 0
     for path in _paths(folders, job_id):
         inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()

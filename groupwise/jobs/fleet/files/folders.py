@@ -1,4 +1,4 @@
-"""Names of the folders of jobs below those of logs and artefacts; and the identity of the fleet's own folder."""
+"""Names of jobs' folders within those of logs and artefacts; and the identity of the fleet's own folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from groupwise.jobs.hosts.spec import JOB_ID
 
 IDENTITY = "folder.id"
-"""A file in the fleet's folder: on a machine that has not mounted the shared folder, it says something else, or is missing."""
+"""A file in the fleet's folder: on a machine that has not mounted the shared folder, its content differs, or it is missing."""
 NOBODYS = ".none"
 """The folder name for invalid job ids: no job has it, and nothing is ever written there."""
 
@@ -32,7 +32,7 @@ def identity_of(folder: Path) -> str:
         os.link(new, path)
     except FileExistsError:  # another process was faster
         pass
-    except OSError:  # a disk without second names
+    except OSError:  # a file system without hard links
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

@@ -1,17 +1,17 @@
 """Ships the lines of logs as JSON lines to standard output, a file or an HTTP address, from where a company's log system collects them.
 
-The logs that a dispatcher has brought to this disk are read line by line and given to a `Sink`; how far that has come stands with the
-member of the attempt (`attempt_members.log_shipped`), which moves on only when the sink has taken the lines. So each line is sent at least
-once, and if it is sent twice, job, epoch, rank and offset are the same.
+The logs that a dispatcher has fetched to this disk are read line by line and passed to a `Sink`. The position is stored with the member of
+the attempt (`attempt_members.log_shipped`) and moves only after the sink has taken the lines. So each line is sent at least once, and a
+repeated line has the same job, epoch, rank and offset.
 
-A line is sent when its end is there, or its attempt is over. One that is longer than `LONGEST` is sent in pieces.
+A line is sent when its line end has arrived, or its attempt is over. One that is longer than `LONGEST` is sent in pieces.
 
-If an address refuses lines because of their content (too large, not to its liking), they are sent in halves, and so on. A line that is
-refused alone is left out: a short one in its place says so, under the same offset. If that is refused as well, the line is not the cause:
-this log waits, and the others go on. If nothing is taken at all, everything waits.
+If an address refuses lines because of their content (too large, or invalid to it), they are sent in halves, and so on. A line that is
+refused alone is left out, and a short note with the same offset is sent in its place. If the note is refused as well, the line is not the
+cause: this log waits, and the others continue. If nothing is taken at all, everything waits.
 
-Nothing else waits for a sink: standard output and files are written by a thread of their own, for which neither the other tasks of the
-process nor its end wait. Lines that were not taken by then are sent by the next process.
+Nothing else waits for a sink: standard output and files are written by a separate thread, for which neither the other tasks of the process
+nor its end wait. Lines that were not taken by then are sent by the next process.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Member
 
 INTERVAL = 1.0
-"""Seconds between two looks."""
+"""Seconds between two rounds."""
 LONGEST_PAUSE = 60.0
 """Longest pause in seconds before a sink that takes nothing is tried again."""
 MEMBERS_AT_ONCE = 200
 PIECE = 256 * 1024
-"""Bytes of one log that are read at a time: each may be a line of its own, which becomes a hundred bytes of JSON."""
+"""Bytes of one log that are read at a time: in the worst case each is a line, which becomes a hundred bytes of JSON."""
 LARGEST = 512 * 1024
-"""Most bytes given to a sink at once: many HTTP sinks take a megabyte at most. Any line of `LONGEST` fits."""
+"""Maximum bytes given to a sink at once: many HTTP sinks take a megabyte at most. Any line of `LONGEST` fits."""
 LEAST = 16 * 1024
-"""Fewest bytes to which that limit shrinks for an address that takes less."""
+"""Bytes below which that limit does not shrink for an address that accepts less."""
 TOO_LARGE = 413
 ELSEWHERE = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
-"""HTTP statuses that are not about the lines sent, but about the address, the credentials or the rate."""
+"""HTTP statuses that do not concern the lines sent, but the address, the credentials or the rate."""
 REFUSED_IN_A_ROW = 10
 """Logs refused in a row, with nothing taken, after which a round ends: then the sink is the cause, not the logs."""
 LONGEST = 64 * 1024
-"""Most bytes of a line that are sent as one."""
+"""Maximum bytes of a line that is sent as one."""
 TAKEN = 30.0
 """Seconds after which a warning says that standard output or a file takes nothing."""
 
 AWAY = (OSError, httpx2.HTTPError, httpx2.InvalidURL)
 """Errors of a sink that takes nothing now."""
 NONE = (0, -1)
-"""The key before all logs."""
+"""The key that sorts before all logs."""
 LAST = (2**63 - 1, 2**31 - 1)
-"""The key after all logs."""
+"""The key that sorts after all logs."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Behind:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The key by which logs are ordered."""
+        """The key by which logs are ordered: epoch and rank."""
         return self.epoch, self.rank
 
 
@@ -107,16 +107,16 @@ class _LogLine:
 
 
 class Refused(Exception):
-    """The sink will never take these lines, however often they are sent."""
+    """The sink will never take these lines, no matter how often they are sent."""
 
     def __init__(self, status: int) -> None:
-        """`status`: of HTTP."""
+        """`status`: the HTTP status of the refusal."""
         self.status = status
         super().__init__(f"HTTP {status}")
 
 
 class Sink(Protocol):
-    """Takes lines, each a JSON object and a line end."""
+    """Accepts lines, each a JSON object and a line end."""
 
     async def take(self, lines: bytes) -> None:
         """Returns once the lines are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL if they are not taken now, and Refused if
@@ -129,10 +129,10 @@ _ONE_WRITES = threading.Lock()
 
 
 class _Writer:
-    """A sink that writes in a thread of its own, which may block for ever; asyncio's own threads are waited for at the end."""
+    """A sink that writes in a daemon thread, which may block for ever; at exit, Python would wait for asyncio's own threads."""
 
     def __init__(self, write: Callable[[bytes], None], stalled: str) -> None:
-        """`stalled`: the warning when a write blocks."""
+        """`stalled`: the warning to log when a write blocks."""
         self._write = write
         self._stalled = stalled
         self._given: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
@@ -180,9 +180,9 @@ def _write_all(descriptor: int, lines: bytes) -> None:
 
 
 def _own_output() -> int:
-    """The descriptor of standard output, asked for at each write: after a close the number may be any other file, even the database.
+    """The descriptor of standard output, looked up at each write: after a close the number may be any other file, even the database.
 
-    Its buffer is not used, because Python waits for that at the end.
+    Its buffer is not used, because Python waits at exit until it is written.
     """
     if sys.__stdout__ is None:
         raise OSError("this process was begun without a standard output")
@@ -190,7 +190,7 @@ def _own_output() -> int:
 
 
 class StandardOutput(_Writer):
-    """Ships to the standard output of this process."""
+    """Writes to the standard output of this process."""
 
     def __init__(self, descriptor: Callable[[], int] = _own_output) -> None:
         super().__init__(
@@ -199,7 +199,7 @@ class StandardOutput(_Writer):
 
 
 class File(_Writer):
-    """Ships to a file, which is opened at each write, so that it may be rotated."""
+    """Writes to a file, which is opened at each write and may therefore be rotated."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(self._append, f"{path} takes nothing")
@@ -250,15 +250,15 @@ class Shipper:
         self._interval = interval
         self._largest = LARGEST
         self._first = NONE
-        """The next round begins after this log, so that a log that ends rounds is not always the first."""
+        """The next round starts after this log: a log that ends rounds is then not always the first."""
         self._taken = 0
-        """Bytes of logs taken since this process began."""
+        """Bytes of logs that the sink has taken since this process started."""
         self._refused: dict[tuple[int, int], tuple[float, Backoff]] = {}
-        """Logs that the sink refuses while it takes others: until when each waits, by the monotonic clock."""
+        """Logs that the sink refuses while it takes others: the monotonic time until which each waits, and its backoff."""
         self._warned_of_left_out = False
 
     async def run(self) -> None:
-        """Ship for ever. A sink that takes nothing is logged once, and tried again less and less often."""
+        """Ship until cancelled. A sink that takes nothing is logged once, and tried again less and less often."""
         backoff, failing = self._backoff(), False
         while True:
             pause = self._interval
@@ -280,7 +280,7 @@ class Shipper:
         return Backoff(2 * self._interval, LONGEST_PAUSE, low=1.0)
 
     async def round(self) -> int:
-        """Send all lines that are there now. Returns how many bytes of logs they were."""
+        """Send all lines that are available now. Returns how many bytes of logs they were."""
         before, seen = self._taken, set[tuple[int, int]]()
         refused: dict[tuple[int, int], Refused] = {}
         async for log in self._all_behind():
@@ -302,7 +302,7 @@ class Shipper:
         return self._taken - before
 
     async def _all_behind(self) -> AsyncIterator[Behind]:
-        """Each log with unsent bytes once, in order, beginning after the log at which the last round ended."""
+        """Yield each log with unsent bytes once, in order, starting after the log at which the last round ended."""
         first, self._first = self._first, NONE
         for last, until in ((first, LAST), (NONE, first)):
             if last == until:
@@ -339,7 +339,7 @@ class Shipper:
             self._refused[key] = time.monotonic() + backoff.next(), backoff
 
     async def _send(self, log: Behind) -> None:
-        """Send all that can be sent of one log."""
+        """Send all available lines of one log."""
         while log.sent < log.here:
             lines, end = await asyncio.to_thread(_lines, self._logs, log)
             if end == log.sent:
@@ -351,7 +351,7 @@ class Shipper:
             log = replace(log, sent=end)
 
     async def _give(self, log: Behind, lines: Sequence[_LogLine]) -> None:
-        """Send these lines, in halves if they are too many or refused; one half after the other, so that they arrive in order."""
+        """Send these lines, in halves if they are too many or refused; the second half follows the first, to keep the order."""
         if await self._is_taken(log, lines):
             await self._move(log, lines[0].begin, lines[-1].end)
             return
@@ -360,7 +360,7 @@ class Shipper:
         await self._give(log, lines[half:])
 
     async def _is_taken(self, log: Behind, lines: Sequence[_LogLine]) -> bool:
-        """True once the lines are taken; a single line always is, if only as a note in its place that it was left out."""
+        """True once the lines are taken. A single line always is, if only as a note that it was left out."""
         size = sum(len(line.encoded) for line in lines)
         if size > self._largest and len(lines) > 1:
             return False
@@ -386,7 +386,7 @@ class Shipper:
 
     async def _move(self, log: Behind, begin: int, end: int) -> None:
         def move(session: Session) -> None:
-            """Forwards only: another process may have sent more meanwhile."""
+            """Store the position. It never moves back: another process may have sent more meanwhile."""
             session.execute(
                 update(Member)
                 .where(Member.epoch == log.epoch, Member.rank == log.rank)
@@ -444,7 +444,7 @@ def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
 
 
 def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each line, its line end included. The last may lack one only if nothing follows, or it is too long."""
+    """Offset and bytes of each line, including its line end. The last line may lack one only if nothing follows, or it is too long."""
     begin = 0
     while begin < len(data):
         end = data.find(b"\n", begin, begin + LONGEST) + 1

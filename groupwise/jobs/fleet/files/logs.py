@@ -1,14 +1,14 @@
-"""Logs of jobs on the control machine: `logs/<job>/<epoch>.log`, byte for byte what the command wrote, and `logs/<job>.log`, the newest.
+"""Logs of jobs on the control machine: `logs/<job>/<epoch>.log`, the exact output of the command, and `logs/<job>.log`, the newest.
 
-The machine has the log; this is a copy of its beginning. The dispatcher that drives an attempt fetches what is new (`LogMirror.catch_up`):
-bytes are asked for from the file's real end and only ever appended there, under the file's lock, so that two processes at once write each
-byte once. The offset is reported when the bytes are on the disk. After a crash, bytes beyond the last reported offset may be torn; they are
-cut off and asked for again.
+The machine has the log; this is a copy of its beginning. The dispatcher that drives an attempt fetches new bytes (`LogMirror.catch_up`):
+it requests them from the file's real end and only appends there, under the file's lock, so two processes at once write each byte once. The
+offset is reported when the bytes are on the disk. After a crash, bytes beyond the last reported offset may be torn; they are cut off and
+requested again.
 
 In a gang, rank 0 writes `<epoch>.log` and rank r `<epoch>.<r>.log`.
 
-A reader (`Follower`) keeps a position, the epoch and the offset, and opens the file by its name each time: so it goes on where it was,
-even if the file was replaced meanwhile, and continues with the next epoch when there is one.
+A reader (`Follower`) keeps a position, the epoch and the offset, and opens the file by its name each time. It therefore continues where it
+was, even if the file was replaced meanwhile, and then with the next epoch when there is one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.log")
 REMEMBERED = 10_000
-"""Most logs that a mirror remembers to have cut."""
+"""Maximum number of logs that a mirror remembers to have cut."""
 LOOK_AGAIN = 0.25
-"""Seconds until a follower that has read everything looks again."""
+"""Seconds until a follower that has read everything tries again."""
 LONGEST_TAIL = 16 << 20
 """Bytes at the end of a log that are searched for its last lines; if they hold too few lines, no more is shown."""
 TAIL_PIECE = 256 << 10
 """Bytes that are read at a time for that search."""
 _LINE_END = re.compile(rb"\r\n?|\n")
-"""Lines end as on a terminal: a progress bar begins its line again and again."""
+"""Line ends as on a terminal: a progress bar ends its line with a carriage return."""
 
 
 def log_path(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
@@ -93,7 +93,7 @@ def append(path: Path, offset: int, data: bytes) -> int:
 
 
 def cut(path: Path, reported: int) -> int:
-    """Remove what may be torn: everything beyond the offset that was reported. Returns the file's size."""
+    """Remove bytes beyond the reported offset, which may be torn. Returns the file's size."""
     if not path.exists():
         return 0
     with _open_locked(path) as file:
@@ -141,16 +141,16 @@ def _open_locked(
 
 
 class LogMirror:
-    """Brings logs to this machine's disk, for the attempts of one dispatcher."""
+    """Copies logs to this machine's disk, for the attempts of one dispatcher."""
 
     def __init__(self, logs: Path, gateway: Gateway) -> None:
         self._logs = logs
         self._gateway = gateway
         self._cut: set[tuple[int, int]] = set()
-        """Logs (epoch, rank) whose torn end was cut off since this process began, as far as they are remembered."""
+        """Logs (epoch, rank) whose torn end was cut off since this process started, as far as they are remembered."""
 
     async def catch_up(self, part: Part, size: int) -> None:
-        """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
+        """Fetch the missing part of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
 
         def open_log() -> tuple[Path, int]:
             path = make(self._logs, part.job_id, part.epoch, part.rank)
@@ -160,12 +160,12 @@ class LogMirror:
 
         path, here = await self._gateway.write("log.open", open_log)
         if len(self._cut) >= REMEMBERED:
-            self._cut.clear()  # to cut once more costs a look, and at most bytes that are fetched again
+            self._cut.clear()  # cutting again costs one check, and at most bytes that are fetched again
         self._cut.add((part.epoch, part.rank))
         while here < size:
             piece = await part.runner.log(part.job_id, part.epoch, here, limit=PIECE)
             if not piece.data:
-                break  # shorter than it was said to be: what there was is here
+                break  # the log is shorter than reported: all of it is here
             data, offset = piece.data, here
             here = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
         if here != part.log_offset:
@@ -184,7 +184,7 @@ def _report(session: Session, part: Part, offset: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a reader has come."""
+    """The position up to which a reader has read."""
 
     epoch: int
     offset: int
@@ -192,14 +192,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class LogPiece:
-    """Bytes of a log, and where they end."""
+    """Bytes of a log, and the position after them."""
 
     data: bytes
     end: Position
 
 
 class Follower:
-    """Reads the logs of a job, one epoch after the other, from a position on; without one from the beginning of the newest."""
+    """Reads the logs of a job, one epoch after the other, from a position on; without one, from the start of the newest."""
 
     def __init__(
         self, logs: Path, job: str, *, position: Position | None = None, rank: int = 0
@@ -208,7 +208,7 @@ class Follower:
         self.position = position
 
     def read(self, limit: int = PIECE) -> LogPiece | None:
-        """The next bytes; None: nothing yet. A later epoch comes once all of the one before has been read."""
+        """The next bytes; None: none yet. A later epoch follows once all of the one before has been read."""
         if self.position is None:
             known = epochs(self._logs, self._job)
             if not known:
@@ -216,7 +216,7 @@ class Follower:
             self.position = Position(known[-1], 0)
         while True:
             epoch, offset = self.position.epoch, self.position.offset
-            # The epochs are listed before reading, so that all of this one is read before the next begins.
+            # The epochs are listed before reading: all of this one is read before the next one starts.
             following = [e for e in epochs(self._logs, self._job) if e > epoch]
             data = b""
             with (
@@ -241,7 +241,7 @@ def follower_at(
     rank: int = 0,
     tail: int | None = None,
 ) -> Follower:
-    """A reader from this offset on; without `epoch`, of the newest log. `tail`: begin this many lines before its present end instead."""
+    """A reader from this offset on; without `epoch`, of the newest log. `tail`: start this many lines before its present end instead."""
     if tail is not None and epoch is None:
         epoch = next(reversed(epochs(logs, job)), None)
     if epoch is None:
@@ -252,7 +252,7 @@ def follower_at(
 
 
 def _offset_of_tail(path: Path, lines: int) -> int:
-    """Offset at which the last lines of a file begin; it is read backwards from its end, and no further than LONGEST_TAIL."""
+    """Offset of the last `lines` lines of a file. Reads backwards from its end, at most LONGEST_TAIL bytes."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -261,7 +261,7 @@ def _offset_of_tail(path: Path, lines: int) -> int:
     with file:
         size = file.seek(0, os.SEEK_END)
         ends, start, first = 0, size, max(0, size - LONGEST_TAIL)
-        # The two bytes of one line end may be split between two pieces, and are then counted twice.
+        # A line end of two bytes may be split between two pieces, and is then counted twice.
         while start > first and ends <= lines + len(pieces):
             before, start = start, max(first, start - TAIL_PIECE)
             file.seek(start)

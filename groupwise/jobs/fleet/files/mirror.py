@@ -1,20 +1,19 @@
-"""Checkpoints travel: while a job runs, its newest complete checkpoint is brought to the control machine's blob store.
+"""Mirrors checkpoints: while a job runs, its newest complete checkpoint is fetched to the control machine's blob store.
 
-A retried job begins with it, on any machine. A checkpoint is a folder whose `manifest.json` was written last and names step, files, sizes
+A retried job starts from it, on any machine. A checkpoint is a folder whose `manifest.json` was written last and names step, files, sizes
 and hashes. Only blobs that are not in the store are fetched; each is hashed here. A checkpoint that is torn, or that its job removed while
-it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of the blobs are
+it was read, is skipped: the one before still exists, and a later one will come. The row in the table is written when all of the blobs are
 on the disk, so a checkpoint with a row is complete. If none can be mirrored, the operator gets an alarm (`records.not_mirrored`): otherwise
 it would go unnoticed until the machine is lost and its job starts over.
 
 Jobs of a sweep save the same tokenizer at the same moment. A blob is fetched once for all jobs of a project: if another task is fetching
-it, this one waits for as long as more of it comes. If it stands still, because its fetcher was stopped, it is fetched again under another
-name.
+it, this one waits while it grows. If it stops growing, because its fetcher was stopped, it is fetched again under another name.
 
 The manifest is written by the job, so it may claim any hash. A blob that is in the store, but that the project may not name
 (`store/rights.py`), is fetched too; otherwise a project could get the file of another by its hash. Once fetched, the project may name it.
 
-These blobs are marked in the store: they are many, only rows of checkpoints and attempts name them, and unnamed ones go within minutes. So
-while a checkpoint is fetched, its blobs are registered with the store as needed.
+These blobs are marked in the store: they are many, only rows of checkpoints and attempts name them, and unnamed ones are deleted within
+minutes. So while a checkpoint is fetched, its blobs are registered with the store as needed.
 
 A gang's checkpoint is the one that rank 0 wrote.
 """
@@ -48,7 +47,7 @@ log = logging.getLogger(__name__)
 KEPT = 2
 """Default number of checkpoints kept for each job: one may turn out to be damaged on the disk."""
 LOOK_AGAIN = 1.0
-"""Seconds between two looks at a blob that another task receives."""
+"""Seconds between two checks of a blob that another task receives."""
 STANDS_STILL = 60.0
 """Seconds without progress after which a blob is not waited for any longer: a call to a machine that answers takes less."""
 
@@ -58,7 +57,7 @@ class _Torn(Exception):
 
 
 class CheckpointMirror:
-    """Brings checkpoints to this machine's store, for the attempts of one dispatcher."""
+    """Fetches checkpoints to this machine's store, for the attempts of one dispatcher."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class CheckpointMirror:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keep`: checkpoints to keep for each job, at least one; the rows of older ones are deleted, and their blobs then go."""
+        """`keep`: checkpoints to keep for each job, at least one; the rows of older ones are deleted, and later their blobs."""
         self._store = store
         self._gateway = gateway
         self._keep = keep
@@ -105,7 +104,7 @@ class CheckpointMirror:
             await self._report_missed(part, *missed)
 
     async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
-        """Record that it could not be fetched. If it is still there unchanged, it never can be; else the job replaced it too quickly."""
+        """Record that it could not be fetched. If it still exists unchanged, it never can be; else the job replaced it too quickly."""
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         is_gone = newest not in tree.checkpoints
         because = (
@@ -121,7 +120,7 @@ class CheckpointMirror:
         )
 
     async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
-        """Fetch all its blobs into the store, the largest first, so that one that is too large fails early. Raises _Torn."""
+        """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _Torn."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
         own = select(Job.project).where(Job.job_id == part.job_id)
@@ -140,7 +139,7 @@ class CheckpointMirror:
                 raise _Torn(f"{path}: {error}") from error
 
     async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
-        """The blobs to fetch: those that are not in the store, or that the project may not name."""
+        """The blobs to fetch: those that are missing in the store, and those that the project may not name."""
         every = list(hashes)
         lacking = await self._gateway.look(
             lambda session: rights.lacking(session, [project], every)
@@ -181,7 +180,7 @@ class CheckpointMirror:
                         raise BlobError(f"only {offset} of {incoming.size} bytes are there")
                     await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
             except (RunnerRefused, BlobError):
-                incoming.restart()  # that file is gone, and the bytes received of it are of no use
+                incoming.restart()  # that file is gone, and the bytes received of it are useless
                 raise
             await self._gateway.write("checkpoint.blob", incoming.finish)
         rights_given = [(entry.sha256, project)]

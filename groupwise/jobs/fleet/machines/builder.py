@@ -1,15 +1,15 @@
-"""Makes a Python environment on a machine. This file is sent there as the command of one attempt (`prepare.py`), beside `order.json`,
-the lock and the wheels; it needs Python 3.8 and nothing else.
+"""Makes a Python environment on a machine. This file is sent there as the command of one attempt (`prepare.py`), together with
+`order.json`, the lock and the wheels. It needs Python 3.8 and nothing else.
 
-An environment is `<folder>/<name>`, named by a hash of what it shall contain. It is built where it will stay, since environments cannot be
+An environment is `<folder>/<name>`, named by a hash of its intended contents. It is built in its final place, since environments cannot be
 moved, and `environment.json` is written in it last: without that file it is incomplete, and the next build removes it and starts over. Each
 name has one lock, held by the builder and by every pip that it has started; a second builder waits, and finds the environment made. An
-environment that is complete and works is left as it is, so that asking again costs a second.
+environment that is complete and works is kept, so repeating the build takes a second.
 
-An environment that a process still uses is never removed, neither to be rebuilt nor to make room. Pruning also spares what was made or
-found a moment ago: the caller has yet to record in the database that a machine's jobs run with it.
+An environment that a process still uses is never removed, neither to be rebuilt nor to free space. Pruning also spares environments that
+were made or found within the last hour: the caller has yet to record in the database that a machine's jobs run with them.
 
-`result.json` in the working folder says how it went: {"python", "version", "groupwise", "made", "at"} or {"problem"}. Secret values are
+`result.json` in the working folder holds the result: {"python", "version", "groupwise", "made", "at"} or {"problem"}. Secret values are
 only in the environment of pip; they, and passwords in addresses, are removed from its output.
 """
 
@@ -39,11 +39,11 @@ TEMPORARY = ".tmp"
 KEPT_LINES = 60
 """Lines of pip's output that are kept, to find the cause of a failure."""
 SPARED = 3600.0
-"""Seconds for which an environment that was just made or found is not pruned; the caller records it long before, or asks again."""
+"""Seconds for which an environment that was just made or found is not pruned; the caller records it well before, or builds again."""
 LITTLE_MB = 4
 """A disk with less free space than this many MiB counts as full."""
 TRIED = 300.0
-"""Timeout in seconds of the trial import; a slow disk takes its time."""
+"""Timeout in seconds of the trial import, which is slow on a slow disk."""
 PASSWORD = re.compile(r"(://)[^/@\s]+@")
 PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])), sys.prefix != sys.base_prefix)"
 WORKS = (
@@ -84,11 +84,11 @@ COMPLAINTS = (
         "the lock contradicts itself: see pip's words above.",
     ),
 )
-"""Patterns in pip's output, and what to do about each; the first match counts."""
+"""Patterns in pip's output, with the advice for each; the first match counts."""
 
 
 class Problem(Exception):
-    """The environment cannot be made; the message is for people."""
+    """The environment cannot be made; the message is for users."""
 
 
 class Order:
@@ -106,16 +106,16 @@ class Order:
         self.pythons: list[str] = document.get("pythons", [])
         """Programs and paths, in the order in which they are tried."""
         self.least: list[int] = document.get("least", [])
-        """The oldest version of Python that will do."""
+        """The oldest sufficient version of Python, as [major, minor]."""
         self.groupwise: str = document.get("groupwise", "")
-        """File name of the wheel of groupwise; like `wheels` it lies in the folder `wheels`."""
+        """File name of the groupwise wheel; like `wheels` it is in the folder `wheels`."""
         self.wheel_sha256: str = document.get("wheel_sha256", "")
         self.wheels: list[str] = document.get("wheels", [])
         self.pins: int = document.get("pins", 0)
         """Number of lines in the lock, `lock.txt`."""
         self.hashed: bool = document.get("hashed", False)
         self.offline: bool = document.get("offline", False)
-        """Install from the folder `wheelhouse` alone."""
+        """Install from the folder `wheelhouse` only."""
         self.index_url: str | None = document.get("index_url")
         self.extra_index_urls: list[str] = document.get("extra_index_urls", [])
         self.secrets: list[str] = document.get("secrets", [])
@@ -123,7 +123,7 @@ class Order:
 
 
 def main() -> int:
-    """Do what `order.json` says."""
+    """Build or prune, as `order.json` requests."""
     with open("order.json", encoding="utf-8") as file:
         order = Order(json.load(file))
     os.umask(0o022)
@@ -148,7 +148,7 @@ def finish(result: dict[str, Any]) -> None:
 
 
 def fail(problem: str) -> int:
-    """Write the problem for the caller, and return exit code 1, which arrives even if the disk has no room for the file."""
+    """Write the problem for the caller. Returns exit code 1, which reaches the caller even if the disk has no room for the file."""
     log(problem)
     with contextlib.suppress(OSError):
         finish({"problem": problem})
@@ -157,7 +157,7 @@ def fail(problem: str) -> int:
 
 def log(text: str) -> None:
     """Write a line of the log, which is followed while it is written."""
-    sys.stdout.buffer.write((text + "\n").encode("utf-8", "replace"))  # whatever its locale is
+    sys.stdout.buffer.write((text + "\n").encode("utf-8", "replace"))  # independent of the locale
     sys.stdout.buffer.flush()
 
 
@@ -165,7 +165,7 @@ def log(text: str) -> None:
 
 
 def build(order: Order) -> dict[str, Any]:
-    """Make the environment, or find it made."""
+    """Make the environment, unless it exists."""
     folder, name = order.folder, order.name
     place = os.path.join(folder, name)
     os.makedirs(folder, mode=0o755, exist_ok=True)
@@ -181,7 +181,7 @@ def build(order: Order) -> dict[str, Any]:
         try:
             return make(order, place, lock)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)  # its room may be what was lacking
+            shutil.rmtree(place, ignore_errors=True)  # a full disk may be the cause
             raise
         finally:
             shutil.rmtree(place + TEMPORARY, ignore_errors=True)
@@ -206,7 +206,7 @@ def take_lock(folder: str, name: str, wait: bool) -> int | None:
 
 
 def complete_environment(place: str) -> dict[str, Any] | None:
-    """The marker's content, if there is one and the groupwise it names can be imported there."""
+    """The marker's content, if the marker exists and the groupwise release that it names can be imported there."""
     try:
         with open(os.path.join(place, MARKER), encoding="utf-8") as file:
             marker = dict(json.load(file))
@@ -220,7 +220,7 @@ def complete_environment(place: str) -> dict[str, Any] | None:
 
 
 def clear(place: str) -> None:
-    """Remove what stands there, marker first, so that a half-removed environment never looks complete."""
+    """Remove the environment, marker first: a half-removed one then never looks complete."""
     if not os.path.lexists(place):
         return
     users = users_of(place)
@@ -295,7 +295,7 @@ def import_groupwise(place: str) -> tuple[str | None, str]:
 
 
 def interpreter(order: Order) -> tuple[str, str]:
-    """The first of the interpreters to try that is new enough, and its version."""
+    """The first interpreter of `order.pythons` that is new enough, and its version."""
     least = ".".join(map(str, order.least))
     seen: list[str] = []
     for name in order.pythons:
@@ -316,7 +316,7 @@ def interpreter(order: Order) -> tuple[str, str]:
 
 
 def version_of(program: str) -> str | None:
-    """The version of an interpreter; None if it is no Python that runs."""
+    """The version of an interpreter; None if it is not a working Python."""
     try:
         words = subprocess.run(
             [program, "-I", "-c", PROBE],
@@ -335,7 +335,7 @@ def version_of(program: str) -> str | None:
 
 
 class Pip:
-    """Runs the environment's pip, and passes its output on to the log."""
+    """Runs the environment's pip, and copies its output to the log."""
 
     def __init__(self, order: Order, place: str, lock: int) -> None:
         self.order, self.place, self.lock = order, place, lock
@@ -354,7 +354,7 @@ class Pip:
             self.environment["PIP_EXTRA_INDEX_URL"] = " ".join(order.extra_index_urls)
 
     def install(self, *arguments: str) -> None:
-        """Install from the wheelhouse alone if there is one; the settings of the machine's pip are then ignored."""
+        """Install from the wheelhouse only, if there is one; the settings of the machine's pip are then ignored."""
         own: list[str] = []
         if self.order.offline:
             self.environment["PIP_CONFIG_FILE"] = os.devnull
@@ -365,7 +365,7 @@ class Pip:
         )
 
     def check(self) -> None:
-        """Check that the releases fit together. Only what groupwise itself lacks is an error: then the lock is wrong."""
+        """Check that the releases fit together. Only missing requirements of groupwise itself are an error: then the lock is wrong."""
         code, lines = self.output_of([self.python, "-m", "pip", "check"])
         lacking = [line for line in lines if line.startswith("groupwise ")]
         if lacking:
@@ -377,7 +377,7 @@ class Pip:
             log("  not all of it fits together, pip says. It is used all the same.")
 
     def run(self, command: Sequence[str], failure: str) -> None:
-        """Run a command of the build. Raises Problem with what to do if it fails."""
+        """Run a command of the build. If it fails, raises Problem with advice."""
         code, lines = self.output_of(command)
         if code:
             last = lines[-1] if lines else f"exit code {code}"
@@ -385,7 +385,7 @@ class Pip:
             raise Problem(f"{failure}: {what}")
 
     def output_of(self, command: Sequence[str]) -> tuple[int, list[str]]:
-        """The command's exit code, and the last lines of its output. It inherits the lock, so no other build begins while it lives."""
+        """The command's exit code, and the last lines of its output. It inherits the lock: no other build starts while it lives."""
         last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         process = subprocess.Popen(
             command,
@@ -421,7 +421,7 @@ def advice(text: str, order: Order) -> str | None:
     disk = os.statvfs(order.folder)
     free = disk.f_bavail * disk.f_frsize >> 20  # MiB
     if free < LITTLE_MB:
-        text = "No space left on device"  # not every program says so
+        text = "No space left on device"  # not every program reports that
     for pattern, what in COMPLAINTS:
         if re.search(pattern, text):
             return what.format(free=free, folder=order.folder)
@@ -432,8 +432,8 @@ def advice(text: str, order: Order) -> str | None:
 
 
 def prune(order: Order) -> None:
-    """Remove the environments that are not to be kept, are not being built, were not handed out just now, and are used by no process; the
-    temporary folder that a killed build has left goes with its environment."""
+    """Remove environments, except those to keep, those being built, recent ones, and those that a process uses. The temporary folder of a
+    killed build is removed with its environment."""
     folder = order.folder
     removed: list[str] = []
     used: list[str] = []
@@ -473,13 +473,13 @@ def is_recent(place: str, asked_at: float) -> bool:
 
 
 def users_of(place: str) -> list[str]:
-    """Processes that were begun with it or have something of it open, as far as this user may look."""
+    """Processes that were started from it or have a file of it mapped, as far as this user may read /proc."""
     mark = os.fsencode(place + "/")
     users: list[str] = []
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
             continue
-        # Its command, its environment (a job's PATH begins with the environment's folder), and the files that it has mapped.
+        # Its command line, its environment (a job's PATH starts with the environment's folder), and its mapped files.
         if any(mark in of_process(pid, what) for what in ("cmdline", "environ", "maps")):
             program = of_process(pid, "comm").decode("utf-8", "replace").strip()
             users.append(f"{program or 'a process'} (pid {pid})")

@@ -1,18 +1,18 @@
-"""Clearing away what jobs have left on machines: working folders of attempts, and files that no job there needs.
+"""Removes the files of jobs from machines: working folders of attempts, and files that no job there needs.
 
-A dispatcher clears one machine after the other, beside its other work and far more slowly. It keeps no state: the machine says which
-folders it has, the database which of these attempts are over, so several dispatchers, or one that dies half-way, do no harm.
+A dispatcher clears one machine after the other, concurrently with its other work and far more slowly. It keeps no state: the machine lists
+the folders that it has, the database knows which of these attempts are over, so several dispatchers, or one that dies half-way, do no harm.
 
     folder of an attempt      goes some time after the attempt has ended, once its machine was seen to hold nothing of it and no more is
-                              fetched from it. People look into the folders of failures, so those stay longer. While a job goes on, its last
+                              fetched from it. Users inspect the folders of failures, so those stay longer. Until a job has ended, its last
                               folder on a machine stays. If there are very many folders, the oldest go before their time
     of a job that was pruned  goes at once: the events prove that the attempt was ours, and over
     files by hash             go once they were neither sent nor asked for in a day, and no live attempt there needs them
     of a doctor that died     goes after an hour
     anything else             is not ours, or was ours before the database was restored from a backup: it is never touched
 
-`forget` leaves a mark on the machine, so that a launch that is still on its way there is refused. A file that an attempt claimed meanwhile
-needs may be swept: its launch is then refused before anything starts, and the file is sent again.
+`forget` leaves a mark on the machine: a launch that is still on its way there is then refused. A file that a newly claimed attempt needs
+may be swept: its launch is then refused before anything starts, and the file is sent again.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from groupwise.jobs.hosts.port import HostError, RunnerRefused
 log = logging.getLogger(__name__)
 
 AT_ONCE = 8
-"""Machines that are cleared at the same time; everything else a dispatcher does is more urgent."""
+"""Machines that are cleared at the same time; all other work of a dispatcher is more urgent."""
 MOST_FOLDERS = 500
-"""Most folders of ended attempts on one machine: each costs time whenever the machine is observed."""
+"""Maximum folders of ended attempts on one machine: each costs time whenever the machine is observed."""
 LEAST = 3600.0
-"""Seconds that a folder stays at least after its attempt has ended."""
+"""Minimum time in seconds that a folder stays after its attempt has ended."""
 BLOBS = 86_400.0
 """Seconds since a file was last sent or asked for, after which it may go."""
 SWEPT_EVERY = 3600.0
 """Seconds between two sweeps of one machine, by one dispatcher."""
 LONGEST = 60.0
-"""Most seconds spent on the folders of one machine in one round; the next round goes on."""
+"""Maximum seconds spent on the folders of one machine in one round; the next round continues."""
 DOCTORS = re.compile(r"doctor-[0-9a-f]{10}")
-"""Names of the tiny jobs with which `groupwise fleet doctor` tries machines; they stand in no table."""
+"""Names of the tiny jobs with which `groupwise fleet doctor` tries machines; they are in no table."""
 OVER = frozenset(
     {
         RunnerState.EXITED,
@@ -69,7 +69,7 @@ SUCCEEDED = frozenset({Outcome.SUCCEEDED, Outcome.VOID})
 """Outcomes that need no investigation, so their folders go sooner."""
 
 Name = tuple[str, int]
-"""Job and epoch."""
+"""Job id and epoch of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Keeping:
 
 
 def is_doctors(job: str, epoch: int) -> bool:
-    """True if an attempt that stands in no table is the doctor's. Ask only about those: any job may have such a name."""
+    """True if an attempt that is in no table is the doctor's. Ask only about those: any job may have such a name."""
     return epoch == 1 and DOCTORS.fullmatch(job) is not None
 
 
 class MachineClearing:
-    """Clears machines away, for one dispatcher."""
+    """Clears the machines of the fleet, for one dispatcher."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class MachineClearing:
             log.debug("%s is not cleared: %s", machine.vm_id, error)
         except RunError as error:
             log.warning("%s is not cleared: %s", machine.vm_id, error)
-        except Exception:  # a row written by hand must not keep the others from being looked at
+        except Exception:  # a row written by hand must not keep other machines from being cleared
             log.exception("%s is not cleared", machine.vm_id)
 
     async def _forget(self, machine: Machine, runner: Runner, seen: Observation) -> None:
@@ -155,7 +155,7 @@ class MachineClearing:
         self._swept[machine.vm_id] = now
 
 
-# --- what may go ----------------------------------------------------------------------------------
+# --- removable files ------------------------------------------------------------------------------
 
 
 def forgettable(
@@ -175,7 +175,7 @@ def forgettable(
         )
         .group_by(Attempt.job_id)
     )
-    last = dict(unfinished.all())  # the newest folder of each job that goes on
+    last = dict(unfinished.all())  # the newest folder of each job that has not ended
     free = [name for name, row in known.items() if _is_free(row) and last.get(name[0]) != name[1]]
     free.sort(key=lambda name: -known[name].ended_at)
     due: list[Name] = []
@@ -209,7 +209,7 @@ def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any
 
 
 def _is_free(row: Any) -> bool:
-    """True if the attempt is over and its machine holds nothing of it, so that it is neither driven nor fetched from."""
+    """True if the attempt is over and its machine holds nothing of it: it is neither driven nor fetched from."""
     over = row.state == AttemptState.ENDED and row.cleanup == Cleanup.CLEAN
     return over and row.released and row.ended_at is not None
 
@@ -230,7 +230,7 @@ def _attempts_of_pruned_jobs(session: Session, names: Sequence[Name]) -> list[Na
 
 
 def needed_blobs(session: Session, vm_id: str) -> list[str]:
-    """Hashes of the files that live attempts on the machine begin with."""
+    """Hashes of the files that live attempts on the machine start with."""
     rows = session.execute(
         select(
             Attempt.spec["files"].label("own"),

@@ -1,11 +1,11 @@
 """Locks of environments: the files that name every release to install.
 
-Without a file the lock is read off this installation: groupwise with the wanted extras and all that these need, in the releases that
-are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and which build of it a machine gets is
-decided by the index that its pip asks. What an extra needs and is not installed here stands in the lock as groupwise states it, with its
-bounds, and pip chooses: a control machine need not have torch.
+Without a file the lock is made from this installation: groupwise with the chosen extras and all their requirements, in the releases that
+are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and the index of a machine's pip decides
+which build it gets. A requirement of an extra that is not installed here is in the lock as groupwise states it, with its bounds, and pip
+chooses: a control machine need not have torch.
 
-A lock file is one as `pip freeze`, `pip-compile` and `uv export` write it: `name==version`, markers, hashes. It is read strictly: lines
+A lock file has the format of `pip freeze`, `pip-compile` and `uv export`: `name==version`, markers, hashes. It is read strictly: lines
 that would make pip look elsewhere (options, folders, `-e`) are refused, and so are lines that leave the choice of a release to pip.
 groupwise is never installed by name, always as the wheel that is packed here.
 """
@@ -74,7 +74,8 @@ def name_of_wheel(path: Path) -> str:
 def lock_of_this_installation(
     extras: Sequence[str], also: Sequence[str] = (), without: Collection[str] = ()
 ) -> Lock:
-    """Lock all that groupwise needs with these extras, and the distributions `also`, as installed here. `without`: these come as wheels."""
+    """Lock the requirements of groupwise with these extras, and the distributions `also`, as installed here. `without`: these come as
+    wheels."""
     own = installation()
     there = [normal(extra) for extra in own.metadata.get_all("Provides-Extra") or ()]
     for extra in extras:
@@ -110,9 +111,9 @@ def lock_of_this_installation(
 def _with_requirements(
     roots: Iterable[tuple[str, Distribution, Iterable[str]]],
 ) -> dict[str, Distribution]:
-    """These distributions with their extras, and all that they need, as far as it is installed."""
+    """These distributions with their extras, and all their requirements that are installed."""
     found: dict[str, Distribution] = {}
-    seen: set[tuple[str, str]] = set()  # distribution and extra; the empty extra stands for none
+    seen: set[tuple[str, str]] = set()  # distribution and extra; the empty extra means none
     waiting = list(roots)
     while waiting:
         name, each, extras = waiting.pop()
@@ -120,7 +121,7 @@ def _with_requirements(
         new = [extra for extra in ("", *extras) if (name, extra) not in seen]
         seen.update((name, extra) for extra in new)
         for needed in _needs(each, new):
-            with suppress(PackageNotFoundError):  # of another system or Python; or pip brings it
+            with suppress(PackageNotFoundError):  # for another system or Python; or pip adds it
                 waiting.append((needed.name, distribution(needed.name), needed.extras))
     return found
 
@@ -134,11 +135,11 @@ class _Needed:
 
 
 def _needs(each: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
-    """Requirements of these extras; the empty one stands for those without an extra."""
+    """Requirements of these extras; the empty extra means requirements without one."""
     for text in each.requires or ():
         found = REQUIREMENT.fullmatch(text.strip())
         if found is None:
-            continue  # an old distribution may say anything; what it says is pip's to complain of
+            continue  # old distributions may have invalid metadata; pip reports that
         marker = found["marker"] or ""
         of = {normal(extra) for extra in OF_EXTRA.findall(marker)} or {""}
         if of.intersection(extras):
@@ -222,7 +223,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _check_line(line: str, where: str, skipped: Collection[str]) -> str | None:
-    """Check a line and return it as pip gets it; None for distributions that come as wheels."""
+    """Check a line and return it in pip's form; None for distributions that come as wheels."""
     if line.startswith("-"):
         option, _, what = line.partition(" ")
         folder = Path(what.strip().removeprefix("file://"))

@@ -1,17 +1,16 @@
-"""Writes what the poller saw on a machine, or that it got no answer, to the database, in one transaction for each look.
+"""Writes each observation of a machine by the poller, or that it gave no answer, to the database, in one transaction each.
 
-Reservations are the truth about what is in use: an observation only subtracts. It can mark a GPU as not to be given away (a foreign process
-uses it, it is gone, it does not answer as it should, it is split by MIG), and take the mark back; it never closes a reservation and never
-ends an attempt.
+Reservations are the truth about used capacity: an observation only subtracts. It can mark a GPU as unavailable (a foreign process uses it,
+it is gone, it does not answer properly, it is split by MIG), and remove the mark; it never closes a reservation and never ends an attempt.
 
-Attempts that run there and stand in no table are recorded with the machine for as long as anything of them lives there, even without a
+Attempts that run there and are in no table are recorded with the machine while any of their processes lives there, even without a
 supervisor or a folder, and are left alone.
 
-Absence proves nothing by itself. Only a probe with a complete answer can say that a GPU is missing; a probe that failed, hung or gave
-unreadable lines makes the machine `degraded` and leaves its GPUs as they were last seen. A machine that does not answer is `unreachable`
+Absence proves nothing by itself. Only a probe with a complete answer can show that a GPU is missing; a probe that failed, hung or gave
+unreadable lines makes the machine `degraded` and leaves its GPUs as last observed. A machine that does not answer is `unreachable`
 after several misses in a row, and nothing more follows from that.
 
-Each observation carries the time at which it was asked for, by the database's clock. An older one never overwrites a newer one.
+Each observation carries the time at which it was requested, by the database's clock. An older one never overwrites a newer one.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from groupwise.jobs.hosts.spec import JOB_ID
 MISSES = 3
 """Misses in a row that make a machine unreachable."""
 MISSES_APART = 5.0
-"""Seconds between two misses that count, so that several pollers do not count the same silence."""
+"""Seconds between two misses that count: several pollers must not count the same silence."""
 LONGEST_PROBLEM = 500
-"""Most characters of a problem that is stored."""
+"""Maximum characters of a stored problem."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
 """Key in a machine's facts: database time until which `hold_back` delays the jobs of its unknown attempts; passed to `let_go`."""
@@ -71,9 +70,9 @@ def apply(
     *,
     look_seconds: float | None = None,
 ) -> bool:
-    """Record how a machine looked when asked at `asked_at`. False: a newer look is stored, or the look is not wanted.
+    """Record an observation requested at `asked_at`. Returns False if a newer one is stored, or the machine has left or is barred.
 
-    `look_seconds`: seconds until the next look, if the poller keeps to an interval.
+    `look_seconds`: seconds until the next observation, if the poller keeps to an interval.
     """
     strays = _strays(session, vm_id, seen)
     jobs = untracked_processes.lock(session, {each.job for each in strays})
@@ -110,7 +109,7 @@ def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> 
         return 0
     counted_at = records.missed_at(vm.facts)
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
-    if not _is_barred(vm):  # its operator still has to know which key it showed
+    if not _is_barred(vm):  # otherwise its operator still needs the message about its key
         vm.problem = problem[:LONGEST_PROBLEM]
     if vm.misses and not _is_newer(asked_at - MISSES_APART, counted_at, now):
         return vm.misses
@@ -125,8 +124,8 @@ def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> 
 
 
 def _is_newer(asked_at: float, known: float, now: float) -> bool:
-    """True if a look at `asked_at` is newer than the known one. A known time in the future dates from before the database's clock was set
-    back, and does not count."""
+    """True if an observation at `asked_at` is newer than the known one. A known time in the future dates from before the database's clock
+    was set back, and does not count."""
     return asked_at > known or known > now + records.AHEAD
 
 
@@ -135,7 +134,7 @@ def record_shown_key(
 ) -> None:
     """Record the key shown by an untrusted machine, or shown by a trusted one instead of the pinned key.
 
-    `pin`: trust the first key of a machine. A changed key is never trusted; the machine is left alone until an operator has looked.
+    `pin`: trust the first key of a machine. A changed key is never trusted; the machine is left alone until an operator has checked it.
     """
     vm = _locked_machine(session, vm_id)
     if vm is None:
@@ -163,7 +162,7 @@ def record_shown_key(
 
 
 def record_untrusted(session: Session, vm_id: str, problem: str) -> None:
-    """Record that a key on the way to a machine is not trusted or cannot be read: its jump host's, or the one in its row."""
+    """Record that a key needed to reach a machine is not trusted or cannot be read: its jump host's, or the one in its row."""
     vm = _locked_machine(session, vm_id)
     if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST_PROBLEM]):
         return
@@ -173,7 +172,7 @@ def record_untrusted(session: Session, vm_id: str, problem: str) -> None:
 
 
 def barred_machines(session: Session) -> frozenset[str]:
-    """Machines that showed another key than the pinned one: nothing but their key is asked for."""
+    """Machines that showed another key than the pinned one: only their key is read."""
     rows = session.scalars(select(VM).where(VM.active, VM.contact == Contact.UNTRUSTED))
     return frozenset(vm.vm_id for vm in rows if _is_barred(vm))
 
@@ -182,7 +181,7 @@ def barred_machines(session: Session) -> frozenset[str]:
 
 
 def _locked_machine(session: Session, vm_id: str) -> VM | None:
-    """The machine's row, locked so that two pollers write one after the other. None: it has left the fleet."""
+    """The machine's row, locked: two pollers write one after the other. None: it has left the fleet."""
     vm = session.get(VM, vm_id, with_for_update={"key_share": True}, populate_existing=True)
     return vm if vm is not None and vm.active else None
 
@@ -220,8 +219,8 @@ def _record_answer(session: Session, vm: VM, seen: Observation) -> None:
 
 
 def _facts(vm: VM, seen: Observation, strays: Iterable[MemberState], now: float) -> dict[str, Any]:
-    """The facts to store for the machine itself. `quarantined`: the runner's own finds, and living attempts that are in no table, each with
-    the time when it was first seen."""
+    """The facts to store for the machine itself. `quarantined`: the runner's own findings, and living attempts that are in no table, each
+    with the time when it was first seen."""
     before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
     quarantined: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
     for each in strays:
@@ -243,7 +242,7 @@ def _facts(vm: VM, seen: Observation, strays: Iterable[MemberState], now: float)
 
 
 def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState]:
-    """Attempts that live there and stand in no table, even if the folder was removed and only processes reveal them."""
+    """Attempts that live there and are in no table, even if the folder was removed and only processes reveal them."""
     bare: dict[str, MemberState] = {}
     for each in seen.quarantined:
         if each.what == "process" and (match := NAME.fullmatch(each.detail)):
@@ -278,7 +277,7 @@ def _unknown_jobs(vm: VM) -> set[str]:
 
 
 def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None:
-    """Why the GPUs of a machine, or the processes on them, are not known. None: they are known, or it has no GPU."""
+    """The reason why the GPUs of a machine, or the processes on them, are unknown. None: they are known, or it has no GPU."""
     probe = seen.probe
     if probe.status is ProbeStatus.ABSENT:
         known = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
@@ -349,7 +348,7 @@ def _tell(
 
 def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Observation) -> bool:
     """Record the GPUs of a machine. Returns True if one has become available that was not before."""
-    # The same order in which an attempt's end locks them.
+    # The order in which the end of an attempt locks them too.
     own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)
     locked = session.scalars(own.with_for_update(key_share=True))
     rows = {gpu.uuid: gpu for gpu in locked}
@@ -419,14 +418,14 @@ def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
 def _judge(
     seen_gpu: SeenGPU, apps: list[SeenApp], own: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
-    """Judge from what was seen whether a GPU may be given away. `own`: names of our attempts that may be at work on it."""
+    """Judge from an observation whether a GPU may be used. `own`: names of our attempts that may be running on it."""
     if seen_gpu.mig:
         return Observed.MIG, f"{len(seen_gpu.mig_devices)} MIG devices"
     if seen_gpu.problems:
         return Observed.DEGRADED, "; ".join(seen_gpu.problems)[:LONGEST_PROBLEM]
     foreign = [app for app in apps if app.attempt not in own]
     if foreign:
-        # Without amounts of memory, which change at every look.
+        # Without amounts of memory, which differ in every observation.
         users = sorted({a.attempt or (f"pid {a.pid}" if a.pid else "somebody") for a in foreign})
         more = " and others" if len(users) > 5 else ""
         return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{more}"
@@ -437,7 +436,7 @@ def _judge(
 
 
 def _holders(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
-    """Attempts by the number of each GPU: those (`<job>.<epoch>`) that hold something of it, or held it when the machine was asked."""
+    """Attempts by gpu_id: those (`<job>.<epoch>`) that hold a part of the GPU, or held it when the machine was asked."""
     query = (
         select(Reservation.gpu_id, Reservation.epoch, Attempt.job_id)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
@@ -455,7 +454,7 @@ def _holders(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str
 
 
 def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:
-    """Keep the first look of each minute. Old rows are cleared elsewhere (`files/clearing.py`), with those of GPUs no longer looked at."""
+    """Keep the first observation of each minute. `files/clearing.py` deletes old rows, including those of GPUs no longer observed."""
     minute = int(now // 60)
     lines = [
         {

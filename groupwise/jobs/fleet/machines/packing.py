@@ -1,8 +1,8 @@
-"""Groupwise itself as a wheel, packed from what is installed here, so that a machine runs exactly what its control plane does.
+"""Groupwise itself as a wheel, packed from this installation, so that a machine runs exactly the code of its control plane.
 
-No package index is asked: a package of our name there may not be ours. Nor is anything built: a wheel of a package in plain Python is its
-files, the metadata of its installation and a list of both, and these are here whether it was installed from a wheel or from a source tree.
-The same files make the same bytes, so the name of an environment changes with the code and not with the day.
+No package index is used: a package of our name there may not be ours. Nor is anything built: the wheel of a pure Python package is its
+files, the metadata of its installation and a list of both, and these exist here whether it was installed from a wheel or from a source
+tree. Equal files make equal bytes, so the name of an environment changes with the code and not with the date.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from groupwise.core.errors import UsageError
 
 NAME = "groupwise"
 PACKAGE = Path(__file__).parents[3]
-"""The folder of this very code."""
+"""The folder of the running code."""
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 METADATA = ("METADATA", "entry_points.txt")
 WHEEL = "Wheel-Version: 1.0\nGenerator: groupwise\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
-"""The earliest time that a zip file can say."""
+"""The earliest time that a zip file can represent."""
 PLAIN_FILE = 0o100644 << 16
 
 
@@ -48,7 +48,7 @@ class Packed:
 
 
 def pack() -> Packed:
-    """Pack this very code as a wheel. Raises UsageError if it is not installed, or its metadata belong to another release."""
+    """Pack the running code as a wheel. Raises UsageError if it is not installed, or its metadata belong to another release."""
     installed = installation()
     if installed.version != version():
         raise UsageError(
@@ -82,7 +82,7 @@ def pack() -> Packed:
 
 
 def version() -> str:
-    """Version of this very code, read from its source."""
+    """Version of the running code, read from its source."""
     found = VERSION.search((PACKAGE / "__init__.py").read_text("utf-8"))
     assert found is not None, f"{PACKAGE}/__init__.py says no version"
     return found[1]

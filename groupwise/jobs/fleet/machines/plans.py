@@ -1,8 +1,8 @@
-"""Plans the environment of a machine before any machine is asked: the lock, the wheels, where pip looks, and the name that follows from all
-of it. Options that cannot work are refused here.
+"""Plans the environment of a machine before any machine is contacted: the lock, the wheels, the package indexes, and the name that follows
+from all of it. Options that cannot work are refused here.
 
 The user name and password of a package index appear in no argument list, neither here nor on the machine, and not in the environment's
-name: they are given by reference (`--secret PIP_INDEX_URL=env:NAME`) and travel beside the spec, as secrets of jobs do.
+name: they are given by reference (`--secret PIP_INDEX_URL=env:NAME`) and sent separately from the spec, as secrets of jobs are.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from groupwise.jobs.hosts.files import BlobStore, hash_of
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, problems
 
 DIGITS = 20
-"""Digits of the hash in a name: enough to tell environments of one machine apart, and short, since scripts begin with their path."""
+"""Digits of the hash in a name: enough to distinguish environments of one machine, and short, since shebang lines contain their path."""
 NEWER_PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python3.14")
-"""Interpreters that are tried after the one that runs here, with which the locked releases are known to run."""
+"""Interpreters that are tried after the version that runs here, with which the locked releases are known to run."""
 WAY = 1
-"""Version of how environments are made; another number gives all of them another name."""
+"""Version of the build procedure; a new number gives all environments new names."""
 USUAL_EXTRAS = ("train",)
 """Extras that the training kinds of jobs need."""
 TIME_SECONDS = 7200.0
-"""Time limit of a build in seconds: a CUDA build of torch is three gigabytes, and the line may be slow."""
+"""Time limit of a build in seconds: a CUDA build of torch is three gigabytes, and the network may be slow."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The planned contents of an environment. Not slotted: its hashes are worked out once."""
+    """The planned contents of an environment. Not slotted: its hashes are computed once and cached."""
 
     packed: Packed
     """groupwise itself."""
@@ -53,9 +53,9 @@ class Plan:
     wheels: tuple[Path, ...] = ()
     """Wheels that are installed without their requirements."""
     wheelhouse: tuple[Path, ...] | None = None
-    """Wheels that are sent along: pip then takes only these, and contacts no index."""
+    """Wheels that are sent to the machine: pip then uses only these, and contacts no index."""
     pythons: tuple[str, ...] = ()
-    """Interpreters to try on the machine, in this order; empty: the usual ones."""
+    """Interpreters to try on the machine, in this order; empty: the default ones."""
     index_url: str | None = None
     extra_index_urls: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -119,7 +119,7 @@ class Plan:
 
 
 def sent_files(plan: Plan, folder: str, store: BlobStore) -> dict[str, FileEntry]:
-    """Files sent to a machine whose environments are in `folder`, put into the store: the builder, and all that it reads."""
+    """Put the files for a machine whose environments are in `folder` into the store: the builder, and all that it reads."""
     found = with_builder(
         store,
         {
@@ -170,7 +170,7 @@ class PrepareOptions:
 
 
 def plan_of(options: PrepareOptions) -> Plan:
-    """The plan. Raises UsageError with the options that cannot work."""
+    """Make the plan. Raises UsageError for options that cannot work."""
     _check(options)
     wheels = tuple(path.absolute() for path in options.wheels)
     names = _names_of_wheels(wheels)
@@ -178,7 +178,7 @@ def plan_of(options: PrepareOptions) -> Plan:
         lock = read_lock(options.lock, names)
     else:
         lock = lock_of_this_installation(options.extras or USUAL_EXTRAS, options.also, names)
-    # This user may read what the references name; the allowed patterns are only for remote submitters.
+    # This user may read the named variables and files anyway; the allowed patterns are only for remote submitters.
     references = options.secrets
     for reference in references.values():
         if re.search(r"[*?\[]", reference):
@@ -204,7 +204,7 @@ def plan_of(options: PrepareOptions) -> Plan:
 
 
 def _check(options: PrepareOptions) -> None:
-    """Raise UsageError if an option is wrong, or has no effect beside another."""
+    """Raise UsageError if an option is wrong, or has no effect together with another."""
     if options.lock is not None and (options.extras or options.also):
         raise UsageError(
             "--lock names all that is installed; --extra and --with are for a lock that is made here."
@@ -255,7 +255,7 @@ def _check_address(url: str) -> None:
 
 
 def _names_of_wheels(wheels: Sequence[Path]) -> set[str]:
-    """The distributions in these wheels. Raises UsageError if a file is missing, is groupwise itself, or comes twice."""
+    """The distributions in these wheels. Raises UsageError if a file is missing, is groupwise itself, or is given twice."""
     found: dict[str, Path] = {}
     for path in wheels:
         if not path.is_file():

@@ -1,20 +1,22 @@
 """`groupwise fleet vm prepare`: gives a machine a Python environment with groupwise in it.
 
     plan      here: the lock, the wheels, the interpreters to try; its hash names the environment
-    provide   files that the machine lacks travel by hash, as those of jobs do
-    launch    `builder.py` as the command of one attempt, which runs on by itself from then on
+    provide   files that the machine lacks are sent by hash, as those of jobs are
+    launch    `builder.py` as the command of one attempt, which runs independently from then on
     follow    the build's log is printed while it works; a lost connection is made again
     take in   the builder's `result.json` is read; the caller then writes the interpreter into the machine's row
 
-The machine's runner is used, with a root of its own (`environments/builds` in the machine's folder): so the same guarantees hold as for
-jobs, and yet a build is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never becomes
-part of a shell command, and secrets travel beside the spec.
+The build uses the machine's runner with a separate root (`environments/builds` in the machine's folder). It therefore has the
+guarantees of jobs, and yet is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
+becomes part of a shell command, and secrets are sent separately from the spec.
 
-A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build goes on there; the next `prepare`
-follows it from its first line, or finds it made. A build that was killed there leaves half an environment, which the next one removes.
+A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build continues there; the next
+`prepare` follows it from its first line, or finds it made. A build that was killed there leaves half an environment, which the next one
+removes.
 
-Pruning spares what was made or found within the hour before it reads which environments the rows name. So an environment is not removed
-before its row names it; if that comes late, as after a night in which nothing here ran, the environment is checked once more.
+Pruning spares environments that were made or found within the last hour, before it reads which environments the rows name. So an
+environment is not removed before its row names it. If that takes longer, such as after a night in which nothing ran here, the
+environment is checked once more.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ ENVIRONMENTS = "environments"
 BUILDS = "builds"
 PREPARED = re.compile(rf".*/{ENVIRONMENTS}/([0-9a-f]{{{DIGITS}}})/bin/python")
 NO_PROBE = ("true",)
-"""Probe command that asks nothing of GPUs."""
+"""Probe command that reads no GPUs."""
 BUILDER = ("python3", "-I", "builder.py")
 ALIVE = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 WAIT = 20.0
@@ -65,9 +67,9 @@ AGAIN = 2.0
 CONNECTION_TIMEOUT = 600.0
 """Seconds without any connection after which following is given up."""
 KEPT_SECONDS = 600.0
-"""Seconds that the folder of a build stays at least, for others that follow it."""
+"""Minimum time in seconds that the folder of a build stays, for other callers that follow it."""
 LAUNCHES = 5
-"""Launches to try: others may begin builds of the same environment meanwhile."""
+"""Launches to try: other callers may start builds of the same environment meanwhile."""
 TAKEN_IN = SPARED / 2
 """Seconds after which a new environment is checked once more before it is taken in."""
 RESULT_BYTES = 1 << 16
@@ -76,14 +78,14 @@ Tell = Callable[[str], None]
 
 
 class PrepareError(RunError):
-    """A machine could not be prepared; the message says what to do. Its earlier environments are unchanged."""
+    """A machine could not be prepared; the message contains the remedy. Its earlier environments are unchanged."""
 
     code = "vm_not_prepared"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The environment that a machine has now."""
+    """The environment that a machine has after `prepare`."""
 
     python: str
     """The interpreter, an absolute path there."""
@@ -91,12 +93,12 @@ class Prepared:
     """Version of Python."""
     groupwise: str
     made: bool
-    """True if it was made now, False if it was there before."""
+    """True if it was made now, False if it existed before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Names of the environments that were not to be kept, by what became of them."""
+    """Names of the environments that were not to be kept, by the result."""
 
     removed: list[str]
     used: list[str]
@@ -106,7 +108,7 @@ class Pruned:
 
 
 def require_usable(machine: Machine) -> None:
-    """Raises UsageError if the machine is lost or not trusted."""
+    """Raise UsageError if the machine is lost or not trusted."""
     if machine.lost:
         raise UsageError(
             f"{machine.vm_id} was declared lost; it can be prepared once it has answered again."
@@ -125,7 +127,7 @@ def require_usable(machine: Machine) -> None:
 async def prepare(
     machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host | None = None
 ) -> Prepared:
-    """Make the environment there, or find it made. Raises PrepareError, UsageError. `host`: an open connection to the machine."""
+    """Make the environment there, unless it exists. Raises PrepareError, UsageError. `host`: an open connection to the machine."""
     require_usable(machine)
     reached = host or host_of(machine)
     try:
@@ -201,7 +203,7 @@ def named_environments(session: Session) -> list[str]:
 
 
 def builds_of(machine: Machine, host: Host) -> Runner:
-    """The machine's runner for builds, with a root of its own. The programs that it starts are found on the machine's PATH."""
+    """The machine's runner for builds, with a separate root. The programs that it starts are found on the machine's PATH."""
     root = posixpath.join(machine.workdir, ENVIRONMENTS, BUILDS)
     return Runner(host, root=root, python="python3")
 
@@ -219,7 +221,7 @@ def _environments(hello: Hello) -> str:
 async def _build(
     machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host
 ) -> Prepared:
-    """Make the environment, or find it made; again if that took so long that it may have been pruned meanwhile."""
+    """Make the environment, unless it exists; repeat that if it took so long that the environment may have been pruned meanwhile."""
     runner = builds_of(machine, host)
     hello = await runner.hello()
     while True:
@@ -260,7 +262,7 @@ class _Task:
         self.runner, self.store, self.job, self.tell = runner, store, job, tell
 
     async def run(self, spec: JobSpec, secrets: Mapping[str, str], hello: Hello) -> dict[str, Any]:
-        """Run or follow the build. Returns what the builder wrote in `result.json`, else {"problem"} with how it ended."""
+        """Run or follow the build. Returns the builder's `result.json`, or {"problem"} with the reason why there is none."""
         known = await self._attempts_there()
         state = _live(known)
         if state is not None:
@@ -279,12 +281,12 @@ class _Task:
         return result
 
     async def _attempts_there(self) -> list[MemberState]:
-        """Attempts of this name of which the machine has a folder."""
+        """Attempts of this name that have a folder on the machine."""
         seen = await self.runner.observe(probe=NO_PROBE)
         return [state for state in seen.attempts if state.job == self.job]
 
     async def _begin(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
-        """Launch it, or find it launched by another caller that was quicker."""
+        """Launch the attempt, or return the state of one that another caller has launched first."""
         for turn in range(LAUNCHES):
             sent = await self.runner.provide(self.store, spec.files)
             if sent:
@@ -314,7 +316,7 @@ class _Task:
                     return None
                 raise
             except OutcomeUnknown:
-                # An epoch is launched at most once, so it is safe to ask again what became of it.
+                # An epoch is launched at most once, so it is safe to send the request again.
                 if time.monotonic() - began > CONNECTION_TIMEOUT:
                     raise
                 await asyncio.sleep(AGAIN)
@@ -331,7 +333,7 @@ class _Task:
                     await self.runner.forget(state.job, state.epoch)
             await self.runner.sweep([entry.sha256 for entry in files.values()])
         except HostError:
-            pass  # what is left takes room and does no harm; the next build looks again
+            pass  # files that remain take space and do no harm; the next build tries again
 
 
 def _live(states: Sequence[MemberState]) -> MemberState | None:
@@ -340,7 +342,7 @@ def _live(states: Sequence[MemberState]) -> MemberState | None:
 
 
 def _failure_of(state: MemberState) -> str:
-    """How a build ended that left no result."""
+    """The reason why a build ended without a result."""
     ended = state.exit
     if state.state == RunnerState.REBOOTED:
         return "the machine was restarted meanwhile; try again"
@@ -386,7 +388,7 @@ class _Follower:
                 await asyncio.sleep(AGAIN)
 
     async def _read(self, state: MemberState) -> None:
-        """Read all of the log that is there. An attempt that has ended writes no more, so then this is all of it."""
+        """Read the log up to its present end. An attempt that has ended writes no more, so this is then the whole log."""
         while True:
             part = await self.runner.log(state.job, state.epoch, self._offset)
             self._heard()

@@ -1,7 +1,7 @@
-"""How a machine is reached: from what its row says to a `Host`, and to the key that it shows.
+"""Connections to machines: from a machine's row to a `Host`, and to the host key that it shows.
 
 Used by the dispatcher and the poller. A `Host` connects on its first call; that of a machine without a pinned key refuses every call, and
-can only be asked for the key.
+can only read the key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host_of(machine: Machine, patience: Patience | None = None) -> Host:
 
 
 def runner_of(machine: Machine, host: Host) -> Runner:
-    """The runner there, reached through the machine's engine if it has one. Lost jobs of an engine are known by their files alone."""
+    """The runner there, reached through the machine's engine if it has one. Lost jobs of an engine are known only by their files."""
     door = door_of(machine, host)
     return (
         Runner(host, root=machine.workdir, python=machine.python) if door is None else door.runner
@@ -39,7 +39,7 @@ def runner_of(machine: Machine, host: Host) -> Runner:
 
 
 def door_of(machine: Machine, host: Host) -> Door | None:
-    """The door to the machine's engine; None: it has none, or one that this fleet does not know."""
+    """The client of the machine's engine; None: it has none, or one that this fleet does not know."""
     kind = _kind(machine)
     if kind is None or machine.engine is None:
         return None
@@ -57,7 +57,7 @@ async def shown_key(machine: Machine) -> HostKey:
 
 
 def same_way(one: Machine, other: Machine) -> bool:
-    """True if a connection made for the one serves for the other."""
+    """True if a connection made for one of them can be used for the other."""
     ways = [(each.transport, _address(each), each.jump, _kind(each)) for each in (one, other)]
     return ways[0] == ways[1]
 
@@ -73,7 +73,7 @@ def _address(machine: Machine) -> Address:
 
 
 def jump_address(row: Mapping[str, Any] | None) -> Address | None:
-    """The host that a machine is reached through. The row may be written by hand: missing fields get the defaults of SSH."""
+    """The jump host of a machine. The row may be written by hand: missing fields get the defaults of SSH."""
     if not row:
         return None
     try:

@@ -1,11 +1,11 @@
-"""The doorbell: the process that has made a job rings, and a waiting dispatcher hears it and looks into the database.
+"""The doorbell: a process that has made a job rings it, and a waiting dispatcher wakes up and reads the database.
 
-The database is authoritative. A ring only says "look, and look at these first", so nothing depends on one: lost, doubled, late, reordered
-or forged rings are harmless, and with every doorbell dead the dispatcher's own sweep finds the same jobs two seconds later. A ring carries
+The database is authoritative. A ring only means "look, and look at these first", so nothing depends on one: lost, doubled, late, reordered
+or forged rings are harmless, and if every doorbell fails, the dispatcher's own sweep finds the same jobs within two seconds. A ring carries
 ids of jobs; the receiver looks them up and trusts only the row.
 
 There are four: within this process and through a socket in the fleet's folder (`local.py`), through PostgreSQL (`postgres.py`), through
-NATS (`nats.py`), and all of them together (`composite.py`). Here are the protocol, the format of messages, and the set of pending ids.
+NATS (`nats.py`), and all of them together (`composite.py`). This file has the protocol, the format of messages, and the set of pending ids.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from typing import Any, Protocol, cast
 from groupwise.jobs.hosts.spec import JOB_ID
 
 LARGEST = 64 * 1024
-"""Bytes of a message that is still read; no list of ids that anybody means is longer."""
+"""Maximum bytes of a message that is read; no legitimate list of ids is longer."""
 DEEPEST = 8
-"""Most nested brackets of a list of ids."""
+"""Maximum depth of nested brackets in a list of ids."""
 MOST_PENDING = 10_000
-"""Ids that are kept for a waiter that does not come."""
+"""Maximum ids that are kept for a waiter that does not come."""
 
 
 class Doorbell(Protocol):
-    """One listener a process; as many ringers as like, from any thread."""
+    """One listener for each process; any number of callers may ring, from any thread."""
 
     def open(self) -> None:
-        """Begin, in the background of the running loop, what ringing needs; `wait` does it too. Raises nothing."""
+        """Start the background tasks that ringing needs, on the running loop; `wait` does so too. Raises nothing."""
         ...
 
     def ring(self, job_ids: Iterable[str]) -> None:
-        """Wake those who wait, here and in other processes. Returns at once and raises nothing; delivery is tried, not promised.
+        """Wake waiting listeners, here and in other processes. Returns at once and raises nothing; delivery is best effort.
 
-        From any thread. What is rung before `open` is sent after it.
+        Call it from any thread. Rings before `open` are sent after it.
         """
         ...
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """The ids rung since the last call, as soon as there are any; empty after `timeout` seconds without."""
+        """Return the ids rung since the last call, as soon as there are any; empty after `timeout` seconds without a ring."""
         ...
 
     async def close(self) -> None:
-        """Send what was rung, if that can be done in a moment, and close all connections."""
+        """Send pending rings, if that takes only a moment, and close all connections."""
         ...
 
 
 def ids_in(message: bytes) -> frozenset[str]:
-    """The ids that a message of a stranger names; empty for everything that is none of the forms below.
+    """Read the ids from an untrusted message; empty for anything that has none of these forms.
 
     An id as plain text, a JSON string, `{"job_id": "…"}`, `{"job_ids": ["…"]}`, or a JSON list of strings and such objects. Entries
-    of a list that are no ids are passed over.
+    of a list that are no ids are ignored.
     """
     if len(message) > LARGEST:
         return frozenset()
@@ -86,12 +86,12 @@ def _names(document: Any, depth: int) -> Iterator[str]:
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
-    """The ids as messages of at most `largest` bytes, as `ids_in` reads them; anything that is no id is left out, because no listener
-    would accept it.
+    """Encode the ids as messages of at most `largest` bytes, which `ids_in` can read. Anything that is no id is left out, because no
+    listener would accept it.
     """
     waiting: list[str] = []
     size = 2
-    for name in filter(JOB_ID.fullmatch, job_ids):  # so that each letter is one byte
+    for name in filter(JOB_ID.fullmatch, job_ids):  # ids are ASCII: one byte for each letter
         if waiting and size + len(name) + 3 > largest:
             yield _message(waiting)
             waiting, size = [], 2
@@ -108,10 +108,10 @@ def _message(job_ids: Sequence[str]) -> bytes:
 
 
 class PendingIds:
-    """A bounded set of ids with one waiter, which takes all at once: what was heard, for a dispatcher; what was rung, for the sending task.
+    """A bounded set of ids with one waiter, which takes all at once: ids heard, for a dispatcher, or ids rung, for the sending task.
 
-    Ids are put from the loop's thread or another one. Further ids than MOST_PENDING are forgotten: the waiter is awake anyway, and a
-    dispatcher that is woken looks at the whole queue.
+    Ids may be put from any thread. Those beyond MOST_PENDING are dropped: the waiter is awake anyway, and a dispatcher that is woken reads
+    the whole queue.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class PendingIds:
                 loop.call_soon_threadsafe(self._some.set)
 
     async def wait(self, timeout: float | None) -> frozenset[str]:
-        """All ids, as soon as there are any; empty after `timeout` seconds without. None: for as long as it takes."""
+        """Return all ids, as soon as there are any; empty after `timeout` seconds without one. None: wait without a limit."""
         self._loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -158,7 +158,7 @@ class PendingIds:
         return self.take()
 
     def take(self) -> frozenset[str]:
-        """All ids, now."""
+        """Take and return all present ids."""
         with self._lock:
             self._some.clear()
             ids, self._ids = frozenset(self._ids), set()

@@ -1,7 +1,7 @@
 """All doorbells of a fleet as one: the one of its folder, PostgreSQL's if it has that, NATS if its settings name it.
 
-It rings all of them and hears whichever rings first; a dead one changes nothing. Each is listened to by a task of its own, which puts what
-it hears into one set of pending ids.
+It rings all of them and returns from the first one that rings; one that fails changes nothing. A separate task listens to each, and puts
+the ids that it hears into one set of pending ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 LISTENING = 60.0
-"""Seconds for which one doorbell is listened to at a time."""
+"""Timeout in seconds of one wait on a doorbell."""
 AFTER_AN_ERROR = 5.0
 """Seconds until a doorbell that raised is listened to again."""
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class SeveralDoorbells:
-    """All of `doorbells`; closing it closes them."""
+    """Combines `doorbells`; closing this closes them."""
 
     def __init__(
         self, doorbells: Sequence[Doorbell], after_an_error: float = AFTER_AN_ERROR
@@ -46,7 +46,7 @@ class SeveralDoorbells:
         for doorbell in self.doorbells:
             try:
                 doorbell.ring(rung)
-            except Exception as error:  # noqa: BLE001 — a ring is a hint; a broken doorbell must not fail what was submitted
+            except Exception as error:  # noqa: BLE001 — a ring is a hint; a broken doorbell must not fail a submission
                 logger.warning("%s cannot ring: %s", type(doorbell).__name__, error)
 
     async def wait(self, timeout: float) -> frozenset[str]:
@@ -66,7 +66,7 @@ class SeveralDoorbells:
             try:
                 self._heard.put(await doorbell.wait(LISTENING))
                 reported = False
-            except Exception as error:  # noqa: BLE001 — the others ring on, and the sweep finds what this one would have told
+            except Exception as error:  # noqa: BLE001 — the others still ring, and the sweep finds the jobs that this one misses
                 if not reported:
                     logger.warning("%s cannot be heard: %s", type(doorbell).__name__, error)
                 reported = True
@@ -76,7 +76,7 @@ class SeveralDoorbells:
 def doorbell_of(
     folder: Path, database: Database, nats_url: str | None, environment: Mapping[str, str]
 ) -> SeveralDoorbells:
-    """The doorbells that the fleet has; libraries of others are not loaded. NATS secrets come from the environment (`access_from`)."""
+    """The doorbells that the fleet needs; only their libraries are loaded. NATS secrets come from the environment (`access_from`)."""
     doorbells: list[Doorbell] = [LocalDoorbell(folder)]
     if database.dialect == "postgresql":
         from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell

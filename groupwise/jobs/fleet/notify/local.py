@@ -1,15 +1,15 @@
 """The doorbell of one machine: within this process, and between processes through datagram sockets in the fleet's folder.
 
-`groupwise fleet up` listens at a socket of its own in `<folder>/doorbells/`; `groupwise fleet submit`, in another process, sends the ids
-to every socket of this machine that lies there. One that refuses belongs to a process that is gone, and is removed by the process that
-finds it. A listener whose buffer is full has enough to wake up for: what does not fit is dropped.
+`groupwise fleet up` listens at its own socket in `<folder>/doorbells/`; `groupwise fleet submit`, in another process, sends the ids to
+every socket of this machine in that folder. A socket that refuses belongs to a process that is gone, and is removed by the process that
+finds it. If a listener's buffer is full, it will wake up anyway: further messages are dropped.
 
-Several machines may share the folder. A socket is heard on its own machine alone and refuses everybody else, alive or not: so its name
-says which run of which system it belongs to, and those of others are left alone. (Those of a machine that has lost its power stay, a
-few bytes each.)
+Several machines may share the folder. A socket is reachable only from its own machine and refuses all others, alive or not. So its name
+contains the boot of the system that it belongs to, and sockets of other systems are left alone. (Those of a machine that has lost its power
+stay, a few bytes each.)
 
-Only a process that waits makes a socket. Names of sockets are short whatever the folder is called, since they are opened relative to it
-(through /proc/self/fd; elsewhere by their whole path, which most systems limit to about a hundred characters).
+Only a process that waits makes a socket. Socket addresses are short even if the folder's path is long, since they are opened relative to
+the folder (through /proc/self/fd; on other systems by their whole path, which most systems limit to about a hundred characters).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDER = "doorbells"
 DESCRIPTORS = Path("/proc/self/fd")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SENT = LARGEST // 2
-"""Bytes of one datagram; those of the system's default buffers are larger."""
+"""Maximum bytes of one datagram; the system's default buffers are larger."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LocalDoorbell:
         self._listening = False
 
     def open(self) -> None:
-        """See `Doorbell`: ringing needs nothing here."""
+        """See `Doorbell`: ringing needs no background task here."""
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
@@ -103,12 +103,12 @@ class LocalDoorbell:
     def _read(self, ear: socket.socket) -> None:
         with suppress(BlockingIOError):
             while True:
-                # One byte more than is read at all, so that a message that was cut off is seen to be too long.
+                # One byte more than the limit: a message that was cut off is then recognised as too long.
                 self._heard.put(ids_in(ear.recv(LARGEST + 1)))
 
 
 def _system() -> str:
-    """This machine since it was started, in eight letters."""
+    """Identifies this machine since its last boot, in eight hexadecimal digits."""
     try:
         system = BOOT_ID.read_bytes()
     except OSError:  # no Linux
@@ -117,7 +117,7 @@ def _system() -> str:
 
 
 class _Opened:
-    """A folder held open, so that addresses of sockets in it are short."""
+    """A folder held open, to keep the addresses of sockets in it short."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,4 +149,4 @@ def _send(folder: Path, names: list[str], texts: list[bytes]) -> None:
                 with suppress(FileNotFoundError):
                     os.unlink(folder / name)
             except (BlockingIOError, FileNotFoundError):
-                pass  # it has enough to wake up for; or it has just gone
+                pass  # it has enough messages to wake up for; or it has just gone

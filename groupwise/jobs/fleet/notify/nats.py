@@ -1,8 +1,8 @@
-"""NATS as a doorbell, and as the wire for ends of jobs: `jobs.new`, `jobs.completed`, `jobs.errored`.
+"""NATS as a doorbell, and as the channel on which ends of jobs are announced: `jobs.new`, `jobs.completed`, `jobs.errored`.
 
-`NatsLink` keeps one connection in the background: nothing waits for it to start, it retries for ever, and the log has one line when the
-server goes and one when it comes back. Each connection is a new client with a new subscription, pinged every few seconds: a client that
-reconnects by itself, or whose reader has died of an unreadable message, can be deaf without any sign.
+`NatsLink` keeps one connection in the background: start-up never waits for it, it retries for ever, and the log has one line when the
+server goes away and one when it comes back. Each connection is a new client with a new subscription, pinged every few seconds: a client
+that reconnects by itself, or whose reader has died of an unreadable message, may receive nothing without any sign.
 
 `NatsDoorbell` sends and receives ids of jobs on a subject of core NATS. It does not know who published, and trusts no message.
 """
@@ -28,17 +28,17 @@ from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 
 NEW_JOBS = "jobs.new"
 CONNECTING = 2
-"""Seconds for one server to answer."""
+"""Time limit in seconds for one server to accept a connection."""
 CHECKED = 5.0
-"""Seconds between two questions whether the server still answers."""
+"""Seconds between two pings that check whether the server still answers."""
 ANSWERING = 5
-"""Seconds for the answer."""
+"""Time limit in seconds for the answer to such a ping."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two attempts to connect; doubled each time."""
 SENDING = 1.0
-"""Seconds that closing waits for what was rung to be sent."""
+"""Seconds that closing waits for pending rings to be sent."""
 SENT = LARGEST // 4
-"""Bytes of one message."""
+"""Maximum bytes of one message of job ids."""
 KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
 """Limits of one subscription's unread messages; further ones are dropped."""
 
@@ -54,11 +54,11 @@ logging.getLogger(Client.__module__).addFilter(_is_news)
 
 
 class NatsAway(Exception):
-    """The server cannot be reached, or did not acknowledge in time: what was published may have arrived or not."""
+    """The server cannot be reached, or did not acknowledge in time: the messages may have arrived or not."""
 
 
 class NatsRefused(NatsAway):
-    """The server does not let us publish there, and says so beside its acknowledgement: of what was published nothing may have arrived."""
+    """The server does not allow us to publish there; it reports that separately from its acknowledgement. None may have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,21 @@ class NatsAccess:
     """The address of NATS and how to log in. Secrets are not in the settings: `access_from` reads them from the environment."""
 
     url: str
-    """One or several, separated by commas: nats://localhost:4222, tls://…"""
+    """One or several URLs, separated by commas: nats://localhost:4222, tls://…"""
     token: str | None = None
     user: str | None = None
     password: str | None = None
     credentials: Path | None = None
     """A `.creds` file."""
     ca: Path | None = None
-    """Certificates that are believed instead of the system's."""
+    """CA certificates to trust instead of the system's."""
     certificate: Path | None = None
     key: Path | None = None
-    """Our own certificate, where the server wants one."""
+    """Private key of `certificate`, our client certificate, for a server that requires one."""
 
     @property
     def shown(self) -> str:
-        """Without what may be secret."""
+        """The URLs without user, password or token."""
         parts = [urlsplit(one.strip()) for one in self.url.split(",")]
         return ",".join(f"{p.scheme}://{p.netloc.rpartition('@')[2]}" for p in parts)
 
@@ -94,7 +94,7 @@ class NatsAccess:
 
 
 def access_from(url: str, environment: Mapping[str, str]) -> NatsAccess:
-    """Access by the variables that the `nats` command reads too: NATS_TOKEN, NATS_USER, NATS_PASSWORD, NATS_CREDS, NATS_CA, …"""
+    """Read the access from the variables of the `nats` command: NATS_TOKEN, NATS_USER, NATS_PASSWORD, NATS_CREDS, NATS_CA, …"""
 
     def path(name: str) -> Path | None:
         return Path(environment[name]).expanduser() if environment.get(name) else None
@@ -112,7 +112,8 @@ def access_from(url: str, environment: Mapping[str, str]) -> NatsAccess:
 
 
 class NatsLink:
-    """A connection that is there whenever the server is. `heard` gets the payload of each message on `subject`, once told to listen."""
+    """A connection that exists whenever the server does. `heard` gets the payload of each message on `subject`, once `listen` was
+    called."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class NatsLink:
         heard: Callable[[bytes], None] | None = None,
         absent: int = logging.INFO,
     ) -> None:
-        """`absent`: the log level for a server that was not there from the start."""
+        """`absent`: the log level for a server that is missing from the start."""
         self._access = access
         self._absent = absent
         self._subject = subject
@@ -131,13 +132,13 @@ class NatsLink:
         self._there = asyncio.Event()
         self._tried = asyncio.Event()
         self._stirred = asyncio.Event()
-        """Set when there is something for the task `_connecting` to look at."""
+        """Set to wake the task `_connecting`."""
         self._connecting: asyncio.Task[None] | None = None
         self._was_there: bool | None = None
         self._last_error: Exception | None = None
         self._complained: set[str] = set()
         self._refusals: list[str] = []
-        """The server's refusals of the present publication, in its words."""
+        """The server's messages that refuse the present publication."""
         self._refused: dict[str, str] = {}
         """The server's refusal by subject, until a message is accepted there."""
 
@@ -148,28 +149,28 @@ class NatsLink:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be published; None: nothing is known that would be in the way."""
+        """The reason why nothing can be published; None: no obstacle is known."""
         return "; ".join(self._refused.values()) or None if self.is_there else "it is not there"
 
     @property
     def largest(self) -> int:
-        """Bytes of a message that the server takes."""
+        """Maximum bytes of a message that the server accepts."""
         return self._client.max_payload if self._client is not None else LARGEST
 
     def open(self) -> None:
-        """Connect in the background, and stay connected."""
+        """Start to connect in the background, and stay connected."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._keep())
 
     def listen(self) -> None:
-        """Begin to receive what is published on the subject."""
+        """Start to receive messages that are published on the subject."""
         if not self._listening:
             self._listening = True
             self._stirred.set()
         self.open()
 
     async def until_there(self) -> None:
-        """Wait for a connection, for as long as it takes."""
+        """Wait for a connection, without a time limit."""
         await self._there.wait()
 
     async def until_tried(self) -> None:
@@ -179,7 +180,7 @@ class NatsLink:
     async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
         """Publish (subject, payload) pairs in order; return when the server has taken all of them. Raises NatsAway, NatsRefused.
 
-        One at a time: what the server refuses it tells beside, and before its acknowledgement.
+        One call at a time: the server sends refusals separately from its acknowledgement, and before it.
         """
         client = self._client
         self._refusals.clear()
@@ -189,7 +190,8 @@ class NatsLink:
             async with asyncio.timeout(timeout):
                 for subject, payload in texts:
                     await client.publish(subject, payload)
-                # The library's ping overtakes what waits to be written; by its answer that is written, and the next ping stands behind it.
+                # The library's ping overtakes messages that wait to be written. After its answer they are written; the next ping follows
+                # them.
                 await client.rtt()
                 await client.rtt()
         except Exception as error:
@@ -201,7 +203,7 @@ class NatsLink:
             raise NatsRefused(f"NATS at {self._access.shown}: {self._refusals[0]}")
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await cancel_and_wait(self._connecting)
         self._connecting = None
 
@@ -221,7 +223,7 @@ class NatsLink:
                     logger.info("NATS at %s is there", self._access.shown)
                 self._was_there = True
                 await self._stay(client)
-            except Exception as error:  # noqa: BLE001 — whatever a foreign server and its library raise: the fleet goes on without them
+            except Exception as error:  # noqa: BLE001 — a foreign server and its library may raise anything: the fleet continues without
                 reason = _describe(self._last_error or error)
             finally:
                 self._client = None
@@ -258,7 +260,7 @@ class NatsLink:
             await client.rtt()
 
     async def _stay(self, client: Client) -> None:
-        """Return when the connection has ended; raise when the server answers no more."""
+        """Return when the connection has ended; raise when the server stops answering."""
         subscribed = False
         while not client.is_closed:
             self._stirred.clear()
@@ -281,12 +283,12 @@ class NatsLink:
         self._stirred.set()
 
     async def _on_error(self, error: Exception) -> None:
-        """Receives errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
+        """Handle errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
         self._last_error = error
         said = _describe(error)
         if not self.is_there or "permissions" not in said.lower():
             return
-        if "publish" in said.lower():  # and not a subscription
+        if "publish" in said.lower():  # rather than a subscription
             self._refusals.append(said)
         if said not in self._complained:
             self._complained.add(said)
@@ -304,7 +306,7 @@ class NatsDoorbell:
         self._sender: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Begin to connect, in the background: what is rung from now on goes out as soon as there is a server."""
+        """Start to connect in the background: ids that are rung from now on are sent as soon as there is a server."""
         self._link.open()
         if self._sender is None:
             self._sender = asyncio.create_task(self._send())
@@ -339,11 +341,11 @@ class NatsDoorbell:
             try:
                 await self._publish(rung)
             except NatsRefused:
-                pass  # and would be again; the link has said so, and sweeps find the jobs
+                pass  # it would be refused again; the link has logged it, and sweeps find the jobs
             except NatsAway:
                 self._unsent.put(rung)
                 await asyncio.sleep(FIRST_PAUSE)
-            except asyncio.CancelledError:  # closing sends it
+            except asyncio.CancelledError:  # `close` sends it
                 self._unsent.put(rung)
                 raise
 
@@ -357,7 +359,7 @@ def _describe(error: Exception) -> str:
 
 
 def credentials(access: NatsAccess) -> dict[str, Any]:
-    """The options of a client. Raises OSError if one of its files cannot be read."""
+    """The login options of a NATS client. Raises OSError if one of the files cannot be read."""
     options: dict[str, Any] = {
         "token": access.token,
         "user": access.user,
@@ -373,6 +375,6 @@ def credentials(access: NatsAccess) -> dict[str, Any]:
 
 
 async def _closed(client: Client) -> None:
-    with suppress(Exception):  # it is given up, in whatever state it is
+    with suppress(Exception):  # the client is given up, in any state
         async with asyncio.timeout(CONNECTING):
             await client.close()

@@ -1,8 +1,8 @@
-"""PostgreSQL as a doorbell: LISTEN and NOTIFY, on connections of its own that are reopened when they break.
+"""PostgreSQL as a doorbell: LISTEN and NOTIFY, on separate connections that are reopened when they break.
 
 A dispatcher listens on one connection and sends on another; neither holds up the transactions of the fleet. The first ring is sent at once,
 those of the next moment together, because NOTIFY takes a lock of the whole server at commit. If more ids wait than fit into one message,
-the rest is left out: a woken dispatcher looks at the whole queue.
+the rest is left out: a woken dispatcher reads the whole queue.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 CHANNEL = "groupwise_jobs"
 SENT = 7_900
-"""Bytes of one notification; PostgreSQL takes less than 8000."""
+"""Maximum bytes of one notification; PostgreSQL accepts less than 8000."""
 GATHERED = 0.02
 """Seconds after a notification in which further rings are gathered for the next."""
 CHECKED = 10.0
-"""Seconds of silence after which the listening connection is asked whether it still is one, and for the answer."""
+"""Seconds of silence after which the listening connection is checked, and time limit of that check."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two attempts to connect; doubled each time."""
 SENDING = 1.0
-"""Seconds that closing waits for what was rung to be sent."""
+"""Seconds that closing waits for pending rings to be sent."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ Connection = psycopg.AsyncConnection[tuple[object, ...]]
 
 
 class PostgresDoorbell:
-    """Ids as notifications of a database: `arguments` are what psycopg connects with (`Database.connection_arguments`)."""
+    """Sends ids as notifications of a database. `arguments`: the arguments of psycopg's `connect` (`Database.connection_arguments`)."""
 
     def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
         self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
@@ -128,7 +128,7 @@ class PostgresDoorbell:
                     self._unsent.put(rung)
                     raise
                 self._on_refusal(error)
-            except BaseException:  # cancelled, too: nothing that was rung is dropped on the way
+            except BaseException:  # also if cancelled: no ring is lost here
                 self._unsent.put(rung)
                 raise
             await asyncio.sleep(GATHERED)
@@ -138,7 +138,7 @@ class PostgresDoorbell:
             await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
 
     def _on_refusal(self, error: psycopg.Error) -> None:
-        """The connection is well, and would refuse the same again; meanwhile no other could be sent."""
+        """Log the refusal once and drop the ids: sending them again would be refused too, and would block all later ones."""
         if not self._refusal_is_told:
             logger.warning("PostgreSQL refuses notifications (%s): sweeps find their jobs", error)
         self._refusal_is_told = True

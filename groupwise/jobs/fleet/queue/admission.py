@@ -1,9 +1,9 @@
 """Admission: every new job row is read, checked and expanded once, here, before it enters the queue.
 
-`submit` writes the row of a `JobRequest`, `submit_array` writes many with few statements. People also insert rows by hand; the
-dispatcher finds those with `admit_new`. In each case admission reads the row as it stands in the database, since SQLite stores any type
-in any column. All problems are collected and become the `failure_reason` of a failed job: no row disappears silently, and an unreadable
-one does not block others. The row of a valid job gets its final command with its hash, its resources and its place in the queue.
+`submit` writes the row of a `JobRequest`, `submit_array` writes many with few statements. Users also insert rows by hand; the dispatcher
+finds those with `admit_new`. In each case admission reads the row back from the database, since SQLite stores any type in any column. All
+problems are collected and become the `failure_reason` of a failed job: no row disappears silently, and an unreadable one does not block
+others. The row of a valid job gets its final command with its hash, its resources and its place in the queue.
 
 The place (`rank`) is a time in seconds: the job's creation, less an hour for each step of priority, or later if jobs of the same project
 go first (`fair_share.py`). So a project that submits thousands of jobs does not starve others, and every job gets its turn, because later
@@ -73,7 +73,7 @@ from groupwise.jobs.fleet.text_validation import text_problems
 from groupwise.jobs.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
 
 MAX_REASON_LENGTH = 4000
-"""Characters of a stored failure reason."""
+"""Maximum characters of a stored failure reason."""
 PORTION = 500
 """Jobs of an array that are written and admitted together: a larger number saves nothing and makes long statements."""
 PASSES = 5
@@ -110,7 +110,7 @@ def submit(
 ) -> Job:
     """Write the row of this request and admit it. An invalid job is returned as failed, with its reason.
 
-    The same request under the same `idempotency_key` or `job_id` returns the existing job; a different request is refused: Refusal
+    Repeating a request with the same `idempotency_key` or `job_id` returns the existing job; a different request is refused: Refusal
     `idempotency_key_reused` for the key, UsageError for the id.
     """
     _check(request, project)
@@ -158,7 +158,7 @@ def submit_array(
 ) -> Iterator[Job]:
     """Submit many requests, in order, with few statements. One `idempotency_key` covers the whole array.
 
-    Raises what `submit` would raise for a request, once all jobs before it have been yielded; those are not rolled back.
+    Raises the error of `submit` for a request, once all jobs before it have been yielded; those are not rolled back.
     """
     digest = _digest(project, requests)
     for start in range(0, len(requests), PORTION):
@@ -170,7 +170,7 @@ def submit_array(
 
 
 def key_in_array(key: str, number: int) -> str:
-    """The key of a job of an array, counted from 0. Clients' keys are ASCII (`api/schemas/idempotency.py`), so none is the same."""
+    """The key of a job of an array, counted from 0. Clients' keys are ASCII (`api/schemas/idempotency.py`), so none is equal to it."""
     return key if number == 0 else f"{key}·{number}"
 
 
@@ -182,7 +182,7 @@ def _submit_portion(
     project: str,
     allowed: AllowedSecrets,
 ) -> Iterator[Job]:
-    """Insert, admit and yield up to PORTION jobs; those that were submitted before under their key are yielded as they are."""
+    """Insert, admit and yield up to PORTION jobs; those that were submitted before with their key are yielded unchanged."""
     there = _by_key(session, project, [key for _, key in portion if key is not None])
     ids: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -192,7 +192,7 @@ def _submit_portion(
             _check(request, project)
             same = _same_request(None if key is None else there.get(key), None, digest)
         except (UsageError, Refusal) as error:
-            refused = error  # an earlier one may be invalid too, and is reported first
+            refused = error  # raised at the end: earlier requests may be invalid too
             break
         ids.append(_new_id() if same is None else same.job_id)
         if same is None:
@@ -299,9 +299,9 @@ def _bad_id(job_id: str) -> str:
 
 
 def admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets = UNLESS_TOLD) -> None:
-    """Check, expand and rank new jobs; their rows then say what became of each.
+    """Check, expand and rank new jobs; their rows then hold the result of each.
 
-    A job without a GPU count stays as it is until some machine was observed, since its default depends on the fleet.
+    A job without a GPU count is left unadmitted until a machine has been observed, since the default depends on the fleet.
     """
     session.flush()
     _admit(session, ids, allowed)
@@ -310,7 +310,7 @@ def admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets = UNLESS
 def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
     """Admit up to `limit` rows that are not admitted yet, oldest first; returns how many were admitted or refused.
 
-    Rows that can be neither admitted nor refused are skipped, so that they do not block younger ones.
+    Rows that can be neither admitted nor refused are skipped, and so do not block younger ones.
     """
     dealt_with, stuck = 0, set[str]()
     for _ in range(PASSES):
@@ -337,7 +337,7 @@ def _new(session: Session, limit: int, but: Collection[str]) -> Sequence[str]:
 def _admit(
     session: Session, ids: Sequence[str], allowed: AllowedSecrets, stuck: set[str] | None = None
 ) -> int:
-    """Admit all of them together; if that fails, each half by itself, so that one bad row does not block the others.
+    """Admit all of them together; if that fails, each half by itself: one bad row then does not block the others.
 
     Returns how many were admitted or refused; `stuck` receives the ids of rows for which neither was possible.
     """
@@ -382,7 +382,7 @@ def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -
 
 
 def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
-    """Admit or refuse each of these jobs; returns for how many of them that could be decided now."""
+    """Admit or refuse each of these jobs; returns for how many of them a decision was possible."""
     rows = _rows(session, ids)
     if not rows:
         return 0
@@ -410,11 +410,11 @@ def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecret
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of `jobs` as it stands in the database."""
+    """A row of `jobs` as the database holds it."""
 
     values: Mapping[str, Any]
     unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Why a column cannot be read, by its name; its value is None."""
+    """Reasons why columns cannot be read, by column; the value of such a column is None."""
 
     @property
     def job_id(self) -> str:
@@ -443,7 +443,7 @@ class _Admitted:
 
 
 class _Fleet:
-    """Facts about the fleet that admission needs besides the rows; read once for many."""
+    """Facts about the fleet that admission needs in addition to the rows; read once for many."""
 
     def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
         self.allowed = allowed
@@ -463,7 +463,7 @@ class _Fleet:
 
 
 def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
-    """The decision on a row, or what is wrong with it; an empty list if it cannot be decided yet."""
+    """The decision on a row, or a list of its problems; an empty list if it cannot be decided yet."""
     found = [f"{name}: {why}" for name, why in row.unreadable.items()]
     if not JOB_ID.fullmatch(row.job_id):
         found.append(_bad_id(row.job_id))
@@ -505,7 +505,7 @@ def _beyond(row: _Row, found: list[str]) -> Beyond | None:
 
 
 def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
-    """Check the jobs after which this one is to run."""
+    """Check the jobs that this one is to follow."""
     found: list[str] = []
     for word in beyond.after:
         job_id, _ = dependency(word)
@@ -546,13 +546,14 @@ def _gpus_by_default(session: Session) -> int | None:
     return None if session.scalar(seen.limit(1)) is None else 0
 
 
-# --- rows as they stand there ---------------------------------------------------------------------
+# --- rows as the database holds them --------------------------------------------------------------
 
 
 def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
     """The rows of these jobs, in this order.
 
-    SQLite may hold values of the wrong type, and a mapped row fails as a whole if one cannot be read, so columns are read one by one.
+    SQLite may hold values of the wrong type, and a mapped row fails as a whole if one of them cannot be read, so columns are read one by
+    one.
     """
     if not ids:
         return []
@@ -620,11 +621,11 @@ def _type_of(kind: Any) -> type:
     return datetime if isinstance(kind, Moment) else kind.python_type
 
 
-# --- what is written ------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
-    """Fail the job before it began. Unreadable columns get their defaults, since no query could read the row otherwise."""
+    """Fail the job before it starts. Unreadable columns get their defaults, since no query could read the row otherwise."""
     mended = {name: _default(name) for name in row.unreadable}
     for name in ("request", "hyperparams"):
         value = row.values.get(name)
@@ -668,12 +669,12 @@ def _default(name: str) -> ColumnElement[Any]:
 
 
 def no_room(session: Session, project: str, ahead: int = 0) -> str | None:
-    """Why the project may not have `ahead` + 1 more waiting jobs, if so. Locks the project, so none is admitted until the commit."""
+    """The reason why the project may not have `ahead` + 1 more waiting jobs; None: it may. Locks the project until the commit."""
     return _lock_projects(session, [project])[project].full("retry it", ahead)
 
 
 def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
-    """Write command, resources and place of each job, with an event, and how far its project's queue has come."""
+    """Write command, resources and place of each job, with an event, and the progress of its project's queue."""
     if not jobs:
         return
     places: list[QueuePosition] = []
@@ -738,7 +739,7 @@ class _Share:
     line: ProjectQueue
 
     def full(self, remedy: str, ahead: int = 0) -> str | None:
-        """Why no more jobs of the project may wait, if so."""
+        """The reason why no more jobs of the project may wait; None: they may."""
         waiting = self.waiting + ahead
         if self.max_waiting is None or waiting < self.max_waiting:
             return None
@@ -749,7 +750,7 @@ class _Share:
 
 
 def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share]:
-    """The projects, created if need be, and locked: no other process ranks their jobs until this transaction ends."""
+    """The projects, created if necessary, and locked: no other process ranks their jobs until this transaction ends."""
     ordered = sorted(names)
     waiting = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
     if not ordered:

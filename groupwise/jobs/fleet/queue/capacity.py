@@ -1,8 +1,8 @@
-"""Capacity: what the fleet has free.
+"""Capacity: the resources of the fleet that are free.
 
-`view` reads machines, GPUs and open reservations into the dataclasses of `placement.py`, together with what is withheld for long-waiting
-jobs and how much each project uses of its quota. `claim.py` places jobs on it, `requeue_pending.py` tries which pending jobs could begin,
-`pending_reasons.py` derives from it why a job waits.
+`view` reads machines, GPUs and open reservations into the dataclasses of `placement.py`, together with the capacity withheld for
+long-waiting jobs and each project's use of its quota. `claim.py` places jobs on it, `requeue_pending.py` checks which pending jobs could
+start, `pending_reasons.py` derives from it why a job waits.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 
 STALE_SECONDS = 120.0
-"""A machine that was not observed for longer gets no new job; by default it is polled every 15 seconds."""
+"""A machine that was not observed for this many seconds gets no new job; by default it is polled every 15 seconds."""
 STALE_LOOKS = 4
-"""A machine that is polled more rarely gets none after this many polling intervals without an observation."""
+"""For a machine that is polled more rarely, the limit is this many polling intervals without an observation."""
 LOOK_SECONDS = "look_seconds"
 """Key in the facts of a machine: its polling interval in seconds."""
 MOST_PATIENT = 16
-"""Long-waiting jobs for which something is withheld at once; those for which nothing could be withheld do not count."""
+"""Long-waiting jobs for which capacity is withheld at once; those for which none could be withheld do not count."""
 MOST_ASKED = 256
-"""Long-waiting jobs that are considered for that."""
+"""Maximum of long-waiting jobs that are considered for that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """GPUs that a project may have and holds. A GPU of which it holds several shares counts once."""
+    """GPUs that a project may hold and holds now. A GPU counts once, even if the project holds several shares of it."""
 
     most: int
     held: frozenset[int] = frozenset()
-    """gpu_id of each."""
+    """gpu_id of each GPU that it holds."""
     of_engines: int = 0
     """GPUs requested from engines, in addition."""
 
@@ -68,7 +68,7 @@ class Quota:
         return len(self.held) + self.of_engines
 
     def has_room_for(self, resources: Resources) -> bool:
-        """True if the project may have that many GPUs more, none of which it shares already."""
+        """True if the quota has room for all GPUs of the job, assuming that the project shares none of them already."""
         gpus = _gpus_of(resources)
         return not gpus or self.used + gpus <= self.most
 
@@ -82,8 +82,7 @@ class View:
     patient: deque[tuple[RankKey, Resources, str]] = field(
         default_factory=deque[tuple[RankKey, Resources, str]]
     )
-    """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a job behind them is
-    placed."""
+    """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a later job is placed."""
     held: list[tuple[RankKey, Held]] = field(default_factory=list[tuple[RankKey, Held]])
     """Capacity withheld for the other long-waiting jobs, by rank."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
@@ -98,7 +97,7 @@ class View:
         key: RankKey,
         avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
-        """Find room for a job, or say why there is none."""
+        """Find room for a job, or return the reasons why there is none."""
         if (why := self.over_quota(resources, project)) is not None:
             return why
         open_to_it = self._open_to(resources, project, self.machines.values())
@@ -119,7 +118,7 @@ class View:
         return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
-        """Book the placement, so that the next job sees what is left."""
+        """Book the placement; the next job then sees only the remaining capacity."""
         apply(placement, resources, self.machines)
         if quota := self.quotas.get(project):
             gpu_ids = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
@@ -129,7 +128,7 @@ class View:
             )
 
     def is_full(self, after: RankKey | None = None) -> bool:
-        """True if nothing is free, for any job or for those behind `after`, so that none of them need be tried."""
+        """True if nothing is free, for any job or for jobs after `after`; none of them needs to be tried then."""
         held = NOTHING_HELD if after is None else self.held_before(after)
         return not any(has_room(machine, held) for machine in self._with_room())
 
@@ -139,7 +138,8 @@ class View:
         return [self.machines[name] for name in self.roomy]
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
-        """Why the project's quota forbids the job on any machine, if so; a share may be on a GPU that the project shares already."""
+        """The reason why the project's quota forbids the job on every machine, if it does. A share may use a GPU that the project
+        shares."""
         quota, gpus = self.quotas.get(project), _gpus_of(resources)
         if quota is None or quota.has_room_for(resources):
             return None
@@ -159,7 +159,7 @@ class View:
         return quota is not None and not quota.has_room_for(resources)
 
     def _shared_by(self, project: str) -> frozenset[int]:
-        """gpu_id of the GPUs of which the project holds shares."""
+        """gpu_id of each GPU of which the project holds shares."""
         held = self.quotas[project].held
         return frozenset(
             gpu.gpu_id
@@ -198,7 +198,7 @@ class View:
         return together
 
     def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
-        """Withhold for this job what it will need, except what is withheld for others before it."""
+        """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
         if all(other != key for other, _ in self.held):
             before = self.held_before(key)
             open_to_it = self._open_to(resources, project, self.machines.values())
@@ -213,7 +213,7 @@ def _gpus_of(resources: Resources) -> int:
 
 
 def view(session: Session, projects: Collection[str]) -> View:
-    """Read what is free now, what is withheld, and the quotas of these projects."""
+    """Read the free capacity, the withheld capacity, and the quotas of these projects."""
     now = seconds(session)
     patient = _patient(session, now)
     counted = {*projects, *(project for _, _, project in patient)}
@@ -274,7 +274,7 @@ def _machines(
 
 
 def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
-    """The GPU, less what untracked attempts hold of it."""
+    """The GPU without the part that untracked attempts hold."""
     share = strays.shares_mb.get(gpu.uuid, 0)
     if not share and gpu.uuid not in strays.whole:
         return gpu
@@ -301,7 +301,7 @@ _VM_COLUMNS = (
 
 
 def kept_for(column: Any) -> frozenset[str] | None:
-    """The only projects whose jobs a machine takes; None: any. People write this column by hand: anything but a list names none."""
+    """The projects whose jobs a machine accepts; None: any. Users may write this column by hand: a value that is no list allows none."""
     if column is None:
         return None
     projects = cast("list[Any]", column) if isinstance(column, list) else []
@@ -309,7 +309,7 @@ def kept_for(column: Any) -> frozenset[str] | None:
 
 
 def _trouble(row: Any, now: float) -> str | None:
-    """Why no new job is placed on a machine, if so."""
+    """The reason why no new job is placed on a machine; None: there is none."""
     problem = f": {row.problem}" if row.problem else ""
     age, stale = now - row.observed_round, stale_after(row.facts)
     minutes = "two minutes" if stale == STALE_SECONDS else f"{stale / 60:.0f} minutes"
@@ -330,7 +330,7 @@ def _trouble(row: Any, now: float) -> str | None:
 
 
 def stale_after(facts: Mapping[str, Any] | None) -> float:
-    """Seconds after which an observation of a machine is too old to place jobs by."""
+    """Seconds after which an observation of a machine is too old to place jobs on it."""
     looks = (facts or {}).get(LOOK_SECONDS)
     rarely = STALE_LOOKS * looks if isinstance(looks, int | float) else 0.0
     return max(STALE_SECONDS, rarely)
@@ -345,7 +345,7 @@ class _Taken:
     slots: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     cpus: dict[str, int] = field(default_factory=dict[str, int])
     ram_mb: dict[str, int] = field(default_factory=dict[str, int])
-    """RAM of jobs that asked for some, by machine; `cpus` likewise."""
+    """RAM of jobs that requested some, by machine; `cpus` likewise."""
     of_project: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """GPUs, whole or shared, that count for a project's quota."""
     of_engines: dict[str, int] = field(default_factory=dict[str, int])
@@ -354,7 +354,7 @@ class _Taken:
 
 _COUNTS = or_(Attempt.state != AttemptState.ENDED, VM.contact != Contact.UNREACHABLE)
 """The condition for a reservation to count towards a quota. That of an ended attempt on an unreachable machine stays open until the
-machine answers, but does not count, so that its project can go on elsewhere.
+machine answers, but does not count: its project can use other GPUs meanwhile.
 """
 GPUS_OF_ENGINE = case(
     (Reservation.gpu_id.is_(None), func.coalesce(Job.resources["gpus"].as_integer(), 0)), else_=0
@@ -449,7 +449,7 @@ _OBSERVED: Mapping[str, str] = {
 
 
 def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> str | None:
-    """Why a GPU is given to no new job, if so."""
+    """The reason why a GPU is given to no new job; None: there is none."""
     if quarantined is not None:
         return f"is quarantined: {quarantined}"
     if observed == Observed.OK:
@@ -459,7 +459,7 @@ def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> 
 
 
 def _whole(value: Any) -> int | None:
-    """A fact that a runner reported, if it is a number."""
+    """A number that a runner reported, as an integer; None for anything else."""
     return int(value) if isinstance(value, int | float) else None
 
 
@@ -477,7 +477,7 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
-    """The quotas of these projects, where they have one."""
+    """The quotas of those of these projects that have one."""
     limits = _limits(session, projects)
     if not limits:
         return {}
@@ -502,7 +502,7 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
 
 
 def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
-    """The most GPUs that these projects may have at once, where that is limited."""
+    """The maximum of GPUs for each of these projects that has a limit."""
     query = select(Project.name, Project.max_gpus).where(Project.name.in_(projects))
     rows = session.execute(query).all() if projects else ()
     return {name: most for name, most in rows if most is not None}
@@ -511,7 +511,7 @@ def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
 def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
     """Long-waiting jobs to withhold capacity for: the best of each pending shape, and those that were woken but not placed yet.
 
-    A queued job that needs only one GPU or slot is not among them: it simply gets the next one that is free.
+    Queued jobs that need only one GPU or slot are left out: they simply get the next one that becomes free.
     """
     since = now - PATIENCE_SECONDS
     found: dict[str, tuple[RankKey, Resources, str]] = {}

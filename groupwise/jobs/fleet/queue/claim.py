@@ -1,15 +1,15 @@
 """Claiming jobs from the queue: one transaction creates attempts and books machines, another marks the jobs that found no room.
 
-A dispatcher calls `claim`. It takes the best-ranked jobs that may begin, locked so that no other dispatcher takes them too, reads the
+A dispatcher calls `claim`. It takes the best-ranked jobs that may start, locked so that no other dispatcher takes them too, reads the
 fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
-them again and books what is still free: attempt, members, reservations and the job's change to running. A job whose place was taken
-meanwhile stays queued for the next round. The database refuses a second reservation of a GPU whatever this file does; only that job is
+them again and books the capacity that is still free: attempt, members, reservations and the job's change to running. A job whose place was
+taken meanwhile stays queued for the next round. The database itself refuses a second reservation of a GPU, and then only that job is
 rolled back.
 
 Jobs that found no room become pending, with all queued ones of the same shape, so that the head of the queue never fills up with jobs that
-cannot begin. That is a transaction of its own, `mark`, so that no attempt waits for it. It checks again whether there is room; a job that
-was not marked because its dispatcher died is simply found again. `requeue_pending.py` says how pending jobs come back and why none is
-forgotten.
+cannot start. That is a transaction of its own, `mark`, so that no attempt waits for it. It checks again whether there is room; a job that
+was not marked because its dispatcher died is found again by the next claim. `requeue_pending.py` explains how pending jobs come back and
+why none is forgotten.
 
 Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. A
 transaction that holds the marking lock waits for no row.
@@ -66,9 +66,9 @@ from groupwise.jobs.hosts.spec import as_json
 log = logging.getLogger(__name__)
 
 MOST_MARKED = 100
-"""Jobs that become pending in one transaction; the rest follows in the next."""
+"""Maximum jobs that become pending in one transaction; the rest follow in the next."""
 MOST_LOOKS = 8
-"""Queries of the queue in one transaction, each starting behind the last."""
+"""Queries of the queue in one transaction, each starting after the last job of the previous one."""
 ELSEWHERE = frozenset(
     {
         FailureClass.LAUNCH_FAILURE,
@@ -98,19 +98,19 @@ class Round:
     unplaced: Unplaced | None = None
     """Jobs that `mark` is to make pending, if any."""
     again: bool = False
-    """Attempts were made, and more jobs may be able to begin now."""
+    """Attempts were made, and more jobs may be able to start now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Queued jobs that could not begin."""
+    """Queued jobs that could not start."""
 
     dependent: Sequence[_Candidate]
-    """Jobs that are to run after others which have not ended yet."""
+    """Jobs that must run after others which have not ended yet."""
     blocked: Sequence[_Candidate]
     """The first job of each shape that found no room."""
     drained: bool
-    """There was no other job in the queue."""
+    """The queue held no other job that may start."""
 
 
 def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
@@ -122,7 +122,7 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         return Round()
     plan = _Plan()
     projects = {job.project for job in jobs}
-    locked = capacity.lock_quotas(session, projects)  # what is booked below counts on them
+    locked = capacity.lock_quotas(session, projects)  # the bookings below count against them
     found = capacity.view(session, projects)
     plan.projects.update(projects)
     plan.quotas.update({name: found.quotas[name] for name in locked})
@@ -138,7 +138,10 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
 
 
 def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
-    """Make jobs pending that still cannot begin, under the lock that no release escapes. Returns whether others were woken instead."""
+    """Make jobs pending that still cannot start. Takes the marking lock, which releases of capacity take too, so none is missed.
+
+    Returns whether other jobs were woken instead.
+    """
     actor = f"dispatcher:{owner}"
     requeue_pending.lock_marking(session)
     with events.gathered(session):
@@ -155,7 +158,7 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A queued job, as far as a claim needs it."""
+    """The fields of a queued job that a claim needs."""
 
     job_id: str
     project: str
@@ -180,7 +183,7 @@ def _candidates(
     passed_over: Collection[str] = (),
     after: RankKey | None = None,
 ) -> list[_Candidate]:
-    """The best-ranked jobs that may begin and that no other dispatcher is claiming; locked until the transaction ends.
+    """The best-ranked jobs that may start and that no other dispatcher is claiming; locked until the transaction ends.
 
     Leaves out shapes in `passed_over` and jobs up to `after`.
     """
@@ -241,11 +244,11 @@ class _Earlier:
     """The number of the next attempt."""
     previous_failure: str | None = None
     machines: set[str] = field(default_factory=set[str])
-    """Machines on which it failed by no fault of its own."""
+    """Machines on which it failed through no fault of its own."""
     gpus: set[int] = field(default_factory=set[int])
-    """GPUs that it reported as broken, or was given but could not use."""
+    """gpu_id of GPUs that it reported as broken, or was given but could not use."""
     slots: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    """CPU slots likewise."""
+    """CPU slots (vm_id, slot) that it was given but could not use."""
 
     @property
     def avoid(self) -> Avoid:
@@ -289,7 +292,8 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
 
 
 def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
-    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all they had."""
+    """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of
+    the attempt."""
     had = session.execute(
         select(
             Reservation.epoch,
@@ -332,7 +336,7 @@ class _Plan:
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas that this transaction has locked, as they were before anything was planned."""
     full: bool = False
-    """The fleet has nothing left for jobs behind the candidates."""
+    """The fleet has nothing left for jobs after the candidates."""
     busy: set[str] = field(default_factory=set[str])
     """Projects whose quota another transaction has locked."""
 
@@ -344,9 +348,9 @@ class _Plan:
 def _plan_all(
     session: Session, found: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
 ) -> bool:
-    """Plan these candidates, then others behind them until `limit` are placed. Returns whether the end of the queue was reached.
+    """Plan these candidates, then the jobs after them until `limit` are placed. Returns whether the end of the queue was reached.
 
-    So jobs at the head of the queue that cannot begin do not hide those behind them.
+    Jobs at the head of the queue that cannot start therefore do not hide those after them.
     """
     remaining = limit
     for _ in range(MOST_LOOKS):
@@ -379,7 +383,7 @@ def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collec
 
 
 def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
-    """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold what it will need."""
+    """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold the capacity that it needs."""
     for job in jobs:
         if job.shape in plan.blocked:
             continue
@@ -402,14 +406,14 @@ def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The dispatcher that owns an attempt, and for how many seconds unless it renews the lease."""
+    """The dispatcher that owns an attempt, and the seconds until its ownership ends unless it renews the lease."""
 
     owner: str
     seconds: float
 
 
 def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
-    """Lock the planned machines, read them again, and book what is still free there."""
+    """Lock the planned machines, read them again, and book the capacity that is still free there."""
     if not plan.placed:
         return []
     names = sorted({seat.vm_id for _, placement in plan.placed for seat in placement.seats})
@@ -425,14 +429,14 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
     )
     now = seconds(
         session
-    )  # read after the locks: no attempt begins before a job that it follows has ended
+    )  # read after the locks: no attempt starts before a job that it follows has ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
     for job, planned in plan.placed:
         earlier = plan.earlier(job)
         placement = fresh.look(job.resources, job.project, job.key, earlier.avoid)
         if isinstance(placement, Blocked):
-            continue  # another dispatcher was quicker; the next round reads the whole fleet again
+            continue  # another dispatcher was faster; the next round reads the whole fleet again
         assert len(placement.seats) == len(planned.seats)
         placement = _choose_leader(placement, addresses)
         fresh.take(placement, job.resources, job.project)
@@ -444,7 +448,7 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
 
 
 def _choose_leader(placement: Placement, addresses: Mapping[str, str]) -> Placement:
-    """Rank 0 is the meeting point of all others, so a machine with a loopback address comes last."""
+    """Sort machines with a loopback address last: rank 0 must be reachable, as all other ranks connect to it."""
     seats = sorted(placement.seats, key=lambda seat: is_loopback(addresses[seat.vm_id]))
     return replace(placement, seats=tuple(seats))
 
@@ -469,7 +473,7 @@ def _make_or_split(
         with session.begin_nested():
             return _make_attempts(session, bookings, lease, now)
     except IntegrityError:
-        # another process, without holding the lock, has reserved a GPU or made an attempt
+        # another process has reserved a GPU or made an attempt without holding the lock
         if len(bookings) == 1:
             return []
     return [made for each in bookings for made in _make_or_split(session, [each], lease, now)]
@@ -533,7 +537,7 @@ def _make_attempts(
 def _reservations(
     job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
 ) -> Iterable[dict[str, Any]]:
-    """The rows for what one member holds: its slot or its GPUs."""
+    """The rows for the slot or the GPUs that one member holds."""
     common = {"vm_id": seat.vm_id, "epoch": epoch, "rank": rank, "reserved_at": now}
     if seat.slot is not None:
         yield {**common, "gpu_id": None, "slot": seat.slot, "share_mb": None}
@@ -623,11 +627,11 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
     return None if spec is None else as_json(spec)
 
 
-# --- those that do not begin ----------------------------------------------------------------------
+# --- jobs that do not start -----------------------------------------------------------------------
 
 
 def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
-    """Make jobs pending that follow an unfinished job; fail those that follow one which did not end as wanted."""
+    """Make jobs pending that follow an unfinished job; fail those whose predecessor ended other than they require."""
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
     still_queued = (
         select(Job.job_id)
@@ -663,7 +667,7 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
 def _let_wait_for_room(
     session: Session, heads: Sequence[_Candidate], found: View, actor: str
 ) -> None:
-    """Make the first job of each shape pending if it still finds no room, with the queued jobs of the same shape behind it."""
+    """Make the first job of each shape pending if it still finds no room, with the later queued jobs of the same shape."""
     left = MOST_MARKED
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})
     for job in heads:
@@ -677,7 +681,7 @@ def _let_wait_for_room(
 
 
 def _depends() -> ColumnElement[bool]:
-    """SQL condition: the job is to run after others."""
+    """SQL condition: the job must run after others."""
     after = Job.request["after"].as_string()
     return and_(after.is_not(None), after.not_in(("[]", "null")))
 
@@ -685,7 +689,7 @@ def _depends() -> ColumnElement[bool]:
 def _wait_for_room(
     session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
 ) -> int:
-    """Make the job and up to `most` of the same shape behind it pending; returns how many."""
+    """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
     query = (
         select(Job.job_id)
         .where(

@@ -1,12 +1,12 @@
-"""Machines behind which an engine begins jobs: Slurm's login node, or one that reaches Ray's head, as a row of the fleet, as large as its
-operator says.
+"""Machines that submit jobs to an engine (a cluster scheduler): Slurm's login node, or a machine that reaches Ray's head. Each is a row of
+the fleet, with the size that its operator states.
 
-Such a row has places instead of GPUs (`slots`): so many jobs may wait for its engine or run there, together. Which machine a job gets, and
-which GPUs, is the engine's to decide, and nothing of it stands in the fleet's tables. So what a job asks for is compared with what the row
-is said to have, and asked of the engine in the words of its own program.
+Such a row has places instead of GPUs (`slots`): the number of jobs that may wait for its engine or run there. The engine chooses the
+machine and the GPUs of a job, and the fleet's tables do not record them. So a job's requirements are compared with the sizes stated in the
+row, and passed to the engine as options of its own program.
 
-The column `vms.engine` is a `groupwise.api.schemas.fleet.EngineBody` as JSON, and people write it by hand: what cannot be read takes no
-job.
+The column `vms.engine` is a `groupwise.api.schemas.fleet.EngineBody` as JSON, and users write it by hand: a row with an unreadable value
+gets no job.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from groupwise.jobs.hosts.spec import Limits
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """The engine behind a machine."""
+    """The engine to which a machine submits jobs."""
 
     said: EngineBody
     problem: str | None = None
-    """Why it gets no jobs."""
+    """The reason why it gets no jobs; None: it may."""
 
     @property
     def title(self) -> str:
-        """The engine's name for people."""
+        """The engine's name for display."""
         kind = ENGINES.get(self.said.name)
         return self.said.name if kind is None else kind.title
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
-        """The request to the engine for a job. Raises UsageError if its options are invalid."""
+        """The engine and its options for a job. Raises UsageError if its options are invalid."""
         request = EngineRequest(
             resources.gpu_count,
             self.said.gpu_model,
@@ -67,7 +67,7 @@ def elastic_of(document: object) -> Elastic | None:
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong with a description of an engine."""
+    """All problems of a description of an engine."""
     try:
         body = EngineBody.model_validate(dict(document))
     except ValidationError as error:
@@ -90,7 +90,7 @@ def _unusable(body: EngineBody) -> str | None:
 
 
 def unfit(resources: Resources, elastic: Elastic) -> str | None:
-    """Why the engine cannot run the job, however many places are free, if so."""
+    """The reason why the engine cannot run the job, even if all places are free; None: it can."""
     body, title = elastic.said, elastic.title
     if resources.machines > 1:
         return f"a job on several machines is not given to {title}, which begins each when it likes"

@@ -1,11 +1,11 @@
-"""Retries: what follows for a job when its attempt has failed. Pure functions.
+"""Retries: the next status of a job whose attempt has failed. Pure functions.
 
 A runner leaves an exit record and the last bytes of the log; the control plane knows which machine was lost or rebooted. From these comes a
-failure class (`groupwise.jobs.hosts.failures`). When the attempt ends, in the same transaction, `after_end` says where the job goes:
-completed, cancelled, failed for good, or back into the queue, and not before when.
+failure class (`groupwise.jobs.hosts.failures`). In the transaction that ends the attempt, `after_end` decides the job's next status:
+completed, cancelled, failed for good, or queued again, with a delay.
 
-A failure is charged if the job may be at fault: two such retries are given. Losing a machine, a GPU or a race for one is not the job's
-fault and costs it nothing, but is counted as well, because a job that brings down every machine it meets must come to an end.
+A failure is charged if the job may be at fault: two such retries are allowed. Losing a machine, a GPU or a race for one is not the job's
+fault and is not charged, but is counted as well, because a job that brings down every machine must come to an end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from groupwise.jobs.hosts.failures import FailureClass
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How often a class of failure is tried again."""
+    """The number of retries after a class of failure."""
 
     charged: bool
-    """Counts towards the retries that a job has for everything that may be its own fault."""
+    """True if it counts towards the retries that a job has for all failures that may be its own fault."""
     most: int | None = None
     """Retries after this class; None: as many as the charged ones allow."""
 
@@ -32,7 +32,7 @@ class Budget:
 BUDGETS: Mapping[FailureClass, Budget] = {
     FailureClass.GPU_OOM: Budget(charged=True, most=1),
     FailureClass.HOST_OOM: Budget(charged=True),
-    FailureClass.GPU_FAULT: Budget(charged=False, most=4),  # on other GPUs, where there are any
+    FailureClass.GPU_FAULT: Budget(charged=False, most=4),  # on other GPUs, if there are any
     FailureClass.NETWORK: Budget(charged=False, most=5),
     FailureClass.PREEMPTION: Budget(charged=False),
     FailureClass.REBOOT: Budget(charged=True),
@@ -50,9 +50,9 @@ CHARGED_RETRIES = 2
 FREE_RETRIES = 30
 """Failures of machines within one generation after which the job is taken to be their cause."""
 TAKEN = "taken"
-"""Beside the classes in `jobs.spent`: launches that found taken what they were to have. There is no end to them, they only space out."""
+"""Key in `jobs.spent` in addition to the classes: launches that found their GPUs taken. Their number is not limited; it sets the delay."""
 BACKOFF_BASE, BACKOFF_CAP = 10.0, 600.0
-"""Seconds."""
+"""Backoff after the first failure, and its maximum, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +63,37 @@ class RetryPolicy:
     per_class: Mapping[FailureClass, int] = field(default_factory=dict[FailureClass, int])
     """Overrides of `Budget.most`."""
     smaller_batch: bool = False
-    """May begin again with a smaller batch when the GPU's memory was too small."""
+    """True: it may start again with a smaller batch when the GPU's memory was too small."""
     once: bool = False
-    """Once its command has begun it is never begun again, whatever became of it."""
+    """True: once its command has started, it is never started again, no matter how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """The facts that decide what follows for a job when its attempt has ended."""
+    """The facts that decide the job's next status when its attempt has ended."""
 
     cancel_requested: bool = False
     spent: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The column `jobs.spent`: failures of this generation by class, `charged` and `free`."""
     policy: RetryPolicy = field(default_factory=RetryPolicy)
     hopeless: bool = False
-    """Why it was not started is a matter of the job, and the same everywhere that it could go."""
+    """The launch was refused for a reason that lies in the job, and is the same on every machine."""
     same_machine: bool = False
-    """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
+    """The machine that refused the launch had refused it before: while the others are busy, a machine that starts nothing is the only
+    choice."""
     taken: bool = False
-    """Another attempt holds what this one was given and will release it one day: this is no failure."""
+    """Another attempt holds the resources of this one and will release them: this is no failure."""
     steps_back: bool = False
-    """The checkpoint that it was to go on from is damaged. It begins with the one before, or without: there are only so many of them."""
+    """The checkpoint to resume from is damaged. The next attempt uses the one before, or none; checkpoints are few, so this ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The job's next status and why; written in one transaction with the end of its attempt."""
+    """The job's next status and its reason; written in one transaction with the end of its attempt."""
 
     status: JobStatus
     reason: str | None = None
-    """The reason in words: `jobs.failure_reason`."""
+    """The reason as a message, stored in `jobs.failure_reason`."""
     delay: float = 0.0
     """Seconds before it may be claimed again."""
     charged: bool = False
@@ -108,7 +109,7 @@ def after_end(
     because: str,
     chance: random.Random,
 ) -> Verdict:
-    """Decide what follows for the job. A success stays one, even if cancellation was requested meanwhile."""
+    """Decide the job's next status. A success remains one, even if cancellation was requested meanwhile."""
     if outcome is Outcome.SUCCEEDED:
         return Verdict(JobStatus.COMPLETED, spent=job.spent)
     if job.cancel_requested or outcome is Outcome.CANCELLED:
@@ -158,7 +159,7 @@ def after_end(
 def counted(
     spent: Mapping[str, Any], failure: FailureClass, *, again: bool = False
 ) -> dict[str, Any]:
-    """`jobs.spent` after one more failure of this class. `again`: it counts among all failures, but not of its class."""
+    """`jobs.spent` after one more failure of this class. `again`: it counts among all failures, but not for its class."""
     kind = "charged" if BUDGETS[failure].charged else "free"
     return {
         **spent,
@@ -168,12 +169,12 @@ def counted(
 
 
 def _not_again(policy: RetryPolicy, ran: bool) -> str | None:
-    """Why what has run is not run again though its machine was to blame; what was never begun may be begun elsewhere."""
+    """The reason why a job that has run is not run again, even if its machine was at fault; None: it may, since it never started."""
     return "the job allows no second execution" if policy.once and ran else None
 
 
 def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:
-    """Why there is no further attempt; `spent` counts the failure that has just happened."""
+    """The reason why there is no further attempt; None: there is one. `spent` includes the failure that has just happened."""
     budget = BUDGETS[failure]
     if failure is FailureClass.GPU_OOM and not policy.smaller_batch:
         return "not tried again: the same batch would not fit either, and the job does not allow a smaller one"
@@ -200,5 +201,5 @@ def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, An
 
 
 def backoff(failures: int, chance: random.Random) -> float:
-    """Seconds to wait after the n-th failure of a kind: full jitter, so that jobs that failed together do not come back together."""
+    """Seconds to wait after the n-th failure of a kind: full jitter, to separate jobs that failed together."""
     return chance.uniform(0.0, min(BACKOFF_CAP, BACKOFF_BASE * 2.0 ** min(failures - 1, 10)))

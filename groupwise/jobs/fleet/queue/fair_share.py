@@ -2,13 +2,13 @@
 
 Within its project a job is ordered by `due`: its creation time, less an hour for each step of priority. Across projects jobs are ordered
 by `rank`: the due time, or the moment at which all jobs before it in its project have had their turns, whichever is later. A turn grows
-with the GPUs that a job asks for and shrinks with the weight of the project. So ranks of one project follow the order of `due`, a turn
-apart, and a project that submits thousands of jobs, at whatever priority, does not starve the others.
+with the GPUs that a job requests and shrinks with the weight of the project. So ranks of one project follow the order of `due`, a turn
+apart, and a project that submits thousands of jobs, at any priority, does not starve the others.
 
 Both are stored, since a claim has no time to compute them. Most jobs join at the end, which costs one query for the last job there. A job
-that joins ahead of others needs a turn as well. Mostly there is room for it between its neighbours, as a step of priority is worth many
-turns; otherwise all jobs behind it are postponed in one statement: by what is missing, plus one per cent of the span of their ranks, so
-that inserting many jobs ahead of a hundred thousand does not shift those each time.
+that joins ahead of others needs a turn as well. Usually there is room for it between its neighbours, as a step of priority is worth many
+turns. Otherwise all jobs after it are postponed in one statement: by the missing time, plus one per cent of the span of their ranks, to
+avoid shifting a hundred thousand jobs again for each of many jobs inserted ahead of them.
 
 Admission places jobs while it holds the lock of their project, and calls `settle` before it commits.
 """
@@ -28,11 +28,11 @@ from groupwise.jobs.fleet.store.tables import Job
 PRIORITY_SECONDS = 3600.0
 """Seconds of waiting that one step of priority is worth."""
 TURN_SECONDS = 30.0
-"""Length of a turn for each GPU asked for, in a project of weight 1."""
+"""Length in seconds of a turn for each requested GPU, in a project of weight 1."""
 MARGIN = 0.01
 """Jobs are postponed by this share of the span of their ranks more than needed."""
 WAITING: ColumnElement[bool] = literal_column("jobs.status IN ('queued', 'pending', 'held')")
-"""Written out as in the partial index of waiting jobs, so that the database uses that."""
+"""Written exactly as in the partial index of waiting jobs, or the database would not use that index."""
 
 _BACKWARDS = (Job.due.desc(), Job.rank.desc())
 
@@ -44,7 +44,7 @@ class QueuePosition:
     due: float
     rank: float
     turn: float
-    """Seconds from this job's rank to the earliest rank of the next."""
+    """Seconds from this job's rank to the earliest rank of the next job."""
 
     @property
     def end(self) -> float:
@@ -59,10 +59,10 @@ class _Gap:
     before: QueuePosition | None
     behind: QueuePosition | None
     put_off: float = 0.0
-    """Seconds by which all jobs behind the gap will be postponed."""
+    """Seconds by which all jobs after the gap will be postponed."""
 
     def has(self, due: float) -> bool:
-        """True if a job with this due time goes here; it goes behind those with the same one."""
+        """True if a job with this due time goes here; it goes after those with the same time."""
         return (self.before is None or self.before.due <= due) and (
             self.behind is None or due < self.behind.due
         )
@@ -106,7 +106,7 @@ class ProjectQueue:
         return place
 
     def settle(self) -> None:
-        """Write the postponed ranks of jobs behind those that were placed.
+        """Write the postponed ranks of the jobs after those that were placed.
 
         Jobs that another process has locked (claimed, changed) keep their rank: waiting for one could deadlock, as its holder may be
         waiting for the project.

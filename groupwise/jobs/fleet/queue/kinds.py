@@ -4,8 +4,8 @@
 entry points of the group `groupwise.fleet_kinds`; the fleet itself knows nothing of training. Admission calls `expand` once for each
 generation of a job and stores the result; a job that may start again with a smaller batch is expanded once more for that attempt.
 
-A kind turns columns into a command. What every job may ask for besides (environment, files, secrets, limits, artefacts) is added here, so
-that no kind has to. A row only chooses among installed kinds by name: nothing that a row names is ever imported.
+A kind turns columns into a command. Everything else that a job may request (environment, files, secrets, limits, artefacts) is added here,
+for all kinds. A row only chooses among installed kinds by name: nothing that a row names is ever imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kind(Protocol):
     """
 
     def expand(self, row: Row) -> JobSpec:
-        """The command of a job of this kind. Raises UsageError with everything that is wrong with the row, a line for each problem."""
+        """The command of a job of this kind. Raises UsageError with all problems of the row, one per line."""
         ...
 
 
@@ -65,7 +65,7 @@ def known() -> list[str]:
 
 
 def expand(row: Row) -> JobSpec:
-    """The whole spec of a job, checked. Raises UsageError with everything that is wrong, a line for each problem."""
+    """The whole spec of a job, checked. Raises UsageError with all problems, one per line."""
     beyond = beyond_from_document(row["request"])
     made = _expand_row(row)
     limits, resources = beyond.limits, beyond.resources

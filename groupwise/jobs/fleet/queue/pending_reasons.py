@@ -1,4 +1,4 @@
-"""Why a job waits, in words: for other jobs, for room, or for its turn in the queue."""
+"""The reasons why a job waits, as messages: for other jobs, for room, or for its turn in the queue."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MOST_COUNTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A job that another one is to run after, and why that one cannot begin yet."""
+    """A job that another one must follow, and why the other one cannot start yet."""
 
     job_id: str
     reason: str
     hopeless: bool = False
-    """The other job has ended otherwise than wanted, or is gone: this one can never begin."""
+    """The followed job has ended other than required, or is gone: the other one can never start."""
 
 
 def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unmet]:
-    """The jobs that cannot begin yet, or never. `after`: for each job what it is to run after (`JOB`, `JOB:ok`)."""
+    """The jobs that cannot start yet, or never. `after`: the jobs that each job must follow (`JOB`, `JOB:ok`)."""
     ids = {dependency(word)[0] for words in after.values() for word in words}
     if not ids:
         return {}
@@ -47,7 +47,7 @@ def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unm
 
 
 def _unmet_dependency(word: str, statuses: Mapping[str, str]) -> Unmet | None:
-    """Say why one dependency is unmet; None if it is met."""
+    """The reason why one dependency is unmet; None if it is met."""
     job_id, must_complete = dependency(word)
     status = statuses.get(job_id)
     if status in (None, *FINAL):
@@ -62,18 +62,18 @@ def _unmet_dependency(word: str, statuses: Mapping[str, str]) -> Unmet | None:
 
 
 def outlook(session: Session, job: Job) -> Placement | Blocked:
-    """The placement that an admitted job would get if it were next now, or the reason why it could not begin."""
+    """The placement that an admitted job would get if it were next now, or the reason why it could not start."""
     resources = Resources.model_validate(job.resources or {})
     found = view(session, {job.project})
     return found.look(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
 def explain(session: Session, job: Job) -> list[str]:
-    """Why a job waits now, in words; empty if it does not wait."""
+    """The reasons why a job waits now, as messages; empty if it does not wait."""
     if job.status == JobStatus.HELD:
         return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
     if job.status == JobStatus.RUNNING:
-        # Its attempt may still wait in the queue of Slurm or Ray, and says for what.
+        # Its attempt may still wait in the queue of Slurm or Ray, which reports the reason.
         words = Member.handle["waits"].as_string()
         query = (
             select(words)

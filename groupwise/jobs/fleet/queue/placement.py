@@ -1,15 +1,15 @@
-"""Placement: on which machines and GPUs a job can run. A pure function of what it needs and what the machines have free.
+"""Placement: on which machines and GPUs a job can run. A pure function of its requirements and the machines' free capacity.
 
 `capacity.py` reads the machines from the database into the dataclasses below; `claim.py` calls `place` and books the result. Each machine
 is examined by itself: it yields either a seat or a reason that its operator can act on. Of the machines with a seat, the one with least
-left over is chosen, so that large holes stay for large jobs (best fit). The result depends only on the contents, never on their order.
+left over is chosen, which keeps large gaps for large jobs (best fit). The result depends only on the contents, never on their order.
 
-GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot. Behind an engine
-(`elastic.py`) every job takes a slot and the engine gives the GPUs, so what a machine has free does not matter there.
+GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot. On a machine that fronts an
+engine (`elastic.py`) every job takes a slot and the engine assigns the GPUs, so the machine's own free capacity does not matter.
 
-A large job would starve while small ones take each GPU as it comes free. So GPUs are withheld for a job that has waited longer than
-`PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and no job behind it gets what was chosen. As GPUs
-become free, less and less is missing, so the choice converges.
+A large job would starve while small ones take each GPU as it becomes free. So GPUs are withheld for a job that has waited longer than
+`PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and no later job gets the chosen GPUs. As GPUs become
+free, less and less is missing, so the choice converges.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from groupwise.jobs.fleet.queue.elastic import Elastic
 from groupwise.jobs.fleet.queue.resources import Resources
 
 PATIENCE_SECONDS = 600.0
-"""GPUs are withheld for a job that has waited longer than this for room."""
+"""GPUs are withheld for a job that has waited for room longer than this many seconds."""
 MOST_REASONS = 12
-"""Lines of reasons why there is no room; the rest is only counted."""
+"""Maximum lines of reasons why there is no room; the rest are only counted."""
 _NAMED_MACHINES = 3
-"""Machines named for each reason; the rest is only counted."""
+"""Maximum machines named for each reason; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class MachineGPU:
     model: str | None = None
     memory_mb: int | None = None
     trouble: str | None = None
-    """Why it is given to no new job, even if it is free: `foreign_busy`, `quarantined: …`."""
+    """The reason why no new job gets it, even if it is free: `foreign_busy`, `quarantined: …`."""
     whole: bool = False
-    """One job holds all of it."""
+    """True if one job holds the whole GPU."""
     shares_mb: int = 0
-    """Memory that shares hold."""
+    """MB of its memory that shares hold."""
 
     @property
     def idle(self) -> bool:
@@ -58,29 +58,29 @@ class Machine:
     vm_id: str
     gpus: tuple[MachineGPU, ...] = ()
     trouble: str | None = None
-    """Why nothing new is placed there: `draining`, `unreachable …`."""
+    """The reason why nothing new is placed there: `draining`, `unreachable …`."""
     projects: frozenset[str] | None = None
-    """Only jobs of these projects are placed there; None: of any project."""
+    """Only jobs of these projects are placed there; None: jobs of any project."""
     closed: bool = False
-    """The job being placed belongs to none of `projects`."""
+    """True for a machine whose `projects` do not include that of the job being placed."""
     slots: int = 0
-    """Places for jobs without GPUs; behind an engine, for all jobs."""
+    """Places for jobs without GPUs; if the machine fronts an engine, for all jobs."""
     taken_slots: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     prepared: bool = True
-    """An environment for training jobs is set up there."""
+    """True if an environment for training jobs is set up there."""
     cpus: int | None = None
-    """Its CPUs; None: not known yet."""
+    """Number of its CPUs; None: not known yet."""
     ram_mb: int | None = None
     disk_free_mb: int | None = None
     promised_cpus: int = 0
-    """CPUs promised to running jobs that asked for some."""
+    """CPUs promised to running jobs that requested some."""
     promised_ram_mb: int = 0
     engine: Elastic | None = None
-    """Starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
+    """The engine that starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
 
     def gives_gpus_for(self, resources: Resources) -> bool:
-        """True if the job wants GPUs and gets them from the machine itself."""
+        """True if the job requests GPUs and gets them from the machine itself."""
         return self.engine is None and resources.gpu_count > 0
 
 
@@ -102,16 +102,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """There is no room. `reasons` is never empty."""
+    """There is no room for the job. `reasons` is never empty."""
 
     reasons: tuple[str, ...]
     never: bool = False
-    """There would be none even if the whole fleet were idle."""
+    """There would be no room even if the whole fleet were idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """GPUs and slots that are withheld, and for which job."""
+    """GPUs and slots that are withheld, each with the job that they are withheld for."""
 
     gpus: Mapping[int, str] = field(default_factory=dict[int, str])
     """gpu_id → job_id."""
@@ -119,7 +119,7 @@ class Held:
     """(vm_id, slot) → job_id."""
 
     def and_also(self, other: Held) -> Held:
-        """Both together; for what is in both, this one's job counts."""
+        """Merge both; an entry of `self` wins."""
         return Held({**other.gpus, **self.gpus}, {**other.slots, **self.slots})
 
 
@@ -147,7 +147,7 @@ def place(
     held_for_others: Held = NOTHING_HELD,
     avoid: Avoid = NOTHING_AVOIDED,
 ) -> Placement | Blocked:
-    """Find room for the job, or say why there is none. What is in `avoid` is taken only if nothing else is free."""
+    """Find room for the job, or return the reasons why there is none. Entries of `avoid` are used only if nothing else is free."""
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
     if (found := room(resources, ordered, held_for_others, avoid)) is not None:
         return found
@@ -172,7 +172,7 @@ def room(
 
 
 def apply(placement: Placement, resources: Resources, machines: dict[str, Machine]) -> None:
-    """Book the placement in `machines`, so that the next job of the same round sees what is left."""
+    """Book the placement in `machines`; the next job of the same round then sees only the remaining capacity."""
     for seat in placement.seats:
         machine = machines[seat.vm_id]
         booked = {
@@ -192,7 +192,7 @@ def apply(placement: Placement, resources: Resources, machines: dict[str, Machin
 
 
 def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
-    """False only if no job at all could find room there besides what is held. A quick check: True may still be wrong."""
+    """False only if no job at all could find room there, apart from withheld capacity. A quick check: True may still be wrong."""
     if machine.trouble:
         return False
     if len(machine.taken_slots) < machine.slots and any(
@@ -216,10 +216,10 @@ def withhold(
     job_id: str,
     held: Held = NOTHING_HELD,
 ) -> Held:
-    """Choose capacity to withhold for a waiting job, besides that `held` for those before it; none if it could not run even on idle
+    """Choose capacity to withhold for a waiting job, in addition to that `held` for earlier jobs; none if it could not run even on idle
     machines.
 
-    Machines are chosen where least is missing. As no job behind it gets what was chosen, the sum of what is missing never rises.
+    Machines are chosen where least is missing. As no later job gets the chosen capacity, the missing amount never rises.
     """
     candidates: list[tuple[tuple[int, int, str], Seat]] = []
     for machine in machines:
@@ -244,7 +244,7 @@ def withhold(
 
 
 def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
-    """The job's share of this machine, or the reason why it gets none."""
+    """The job's seat on this machine, or the reason why it gets none."""
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
     if not machine.gives_gpus_for(resources):
@@ -257,7 +257,7 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
         return _too_few(resources, fitting, free, held)
     if resources.named:
         return Seat(machine.vm_id, tuple(free))
-    # The smallest that do; for a share the fullest that still has room. Each sort is stable, so the last one counts most.
+    # Prefer the smallest GPU that fits; for a share, the fullest with room. Sorts are stable, so the last one counts most.
     free.sort(key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
     if resources.share_mb is not None:
         free.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
@@ -267,7 +267,7 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
 
 
 def _unfit(resources: Resources, machine: Machine) -> str | None:
-    """Why the machine cannot run the job, even if it were idle."""
+    """The reason why the machine could not run the job even if it were idle; None: it could."""
     if resources.vm is not None and machine.vm_id != resources.vm:
         return f"the job asks for {resources.vm}"
     if machine.trouble:
@@ -297,7 +297,7 @@ def _less(what: str, least: int | None, has: int | None) -> str | None:
 
 
 def _short(resources: Resources, machine: Machine) -> str | None:
-    """Why too little of its CPUs or RAM is left besides what is promised to other jobs."""
+    """The reason why too few of its CPUs or too little RAM is left, after the promises to other jobs; None: enough."""
     if machine.engine is not None:
         return None
     cpus = (machine.cpus or 0) - machine.promised_cpus
@@ -335,7 +335,7 @@ def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
 
 
 def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
-    """The GPUs that would suit the job if they were free, at least as many as it wants; else why there are too few."""
+    """The GPUs that would suit the job if they were free, at least as many as it wants; else the reason why there are too few."""
     if not machine.gpus:
         return "no GPU"
     if resources.named:
@@ -351,7 +351,7 @@ def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
 
 
 def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
-    """The GPUs that the job names by index or UUID, or why one of them does not do."""
+    """The GPUs that the job names by index or UUID, or the reason why one of them is unusable."""
     found: list[MachineGPU] = []
     for name in resources.named:
         gpu = next((g for g in machine.gpus if name in (g.index, g.uuid)), None)
@@ -366,7 +366,7 @@ def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | 
 
 
 def _unlike(resources: Resources, gpu: MachineGPU) -> str | None:
-    """Why the GPU does not suit the job, whether it is free or not."""
+    """The reason why the GPU does not suit the job, whether it is free or not; None: it does."""
     model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
     if model and model.casefold() not in (gpu.model or "").casefold():
         return f"is a {gpu.model or 'GPU of unknown model'}, not {model}"
@@ -385,7 +385,7 @@ def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
 def _too_few(
     resources: Resources, fitting: Sequence[MachineGPU], free: Sequence[MachineGPU], held: Held
 ) -> str:
-    """The reason if fewer GPUs are free than wanted."""
+    """The reason if fewer GPUs are free than requested."""
     held_by = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
     withheld = f"; GPUs are kept for {', '.join(held_by)}, waiting for long" if held_by else ""
     if resources.named:
@@ -400,7 +400,7 @@ def _too_few(
 
 
 def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
-    """Sort key of a seat: what to avoid first, then how large a hole it would spoil; the smallest is best."""
+    """Sort key of a seat: first entries to avoid, then how much the seat fragments free capacity; the smallest is best."""
     idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
     used = sum(gpu.idle for gpu in seat.gpus)
     slots = machine.slots - len(machine.taken_slots)
@@ -410,7 +410,7 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
         machine.vm_id in avoid.machines,
         sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus)
         + ((seat.vm_id, seat.slot) in avoid.slots),
-        machine.engine is not None,  # a job that could begin now should not wait in another queue
+        machine.engine is not None,  # a job that could start now should not wait in another queue
         breaks_new,
         idle - used if seat.gpus else slots,
         memory,
@@ -422,7 +422,7 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
 
 
 def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
-    """The seat that would be free soonest if nothing new began; None: there is none even if all were idle."""
+    """The seat that would be free soonest if nothing new started; None: there is none even on an idle machine."""
     if _unfit(resources, machine):
         return None
     if not machine.gives_gpus_for(resources):
@@ -450,7 +450,7 @@ def _blocked_reasons(
     willing: int,
     refusals: Sequence[tuple[str, str]],
 ) -> Blocked:
-    """Sum up why there is no room: a line for each reason with the machines that have it, the most frequent first."""
+    """Summarise why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
     fit = sum(_nearest(resources, machine, NOTHING_HELD) is not None for machine in machines)

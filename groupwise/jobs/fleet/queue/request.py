@@ -1,8 +1,8 @@
 """The request for a job, `JobRequest`, which is the same for the command line, the API and Python.
 
-It has two halves. `Columns` are the columns of `jobs` that people also write by hand. `Beyond` is everything else and is stored as one
-JSON document in `jobs.request`, where people who write rows may put it too. Admission (`admission.py`) reads both halves back from the
-row, regardless of its writer, so that there is one way into the queue.
+It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `Beyond` is everything else and is stored as one
+JSON document in `jobs.request`; users who write rows may fill it too. Admission (`admission.py`) reads both halves back from the row,
+regardless of its writer, so there is a single way into the queue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from groupwise.jobs.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry,
 COMMAND = "COMMAND"
 """The kind of a job that is an argument list and nothing else."""
 MOST_PRIORITY = 1000
-"""Either way; each step is worth an hour of waiting."""
+"""Largest absolute value; each step is worth an hour of waiting."""
 MOST_INTEGER = 2**31 - 1
 MOST_FILES = 100_000
 
@@ -115,12 +115,12 @@ class Beyond(_Strict):
         return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch, self.retry.once)
 
     def manifest(self) -> dict[str, FileEntry]:
-        """Its files, as a spec has them."""
+        """Its files in the form of a spec."""
         return {path: FileEntry(*entry) for path, entry in self.files.items()}
 
 
 MOST_JSON = 1 << 20
-"""Bytes of a request without its files: it is read, compared and written while others wait to write."""
+"""Maximum bytes of a request without its files: it is read, compared and written while others wait to write."""
 
 
 class Columns(_Strict):
@@ -172,7 +172,7 @@ class JobRequest(Beyond):
         return self
 
     def columns(self) -> dict[str, Any]:
-        """The columns that it says something of."""
+        """The columns that the request sets."""
         columns_set = self.model_dump(
             mode="json",
             exclude_none=True,
@@ -181,13 +181,13 @@ class JobRequest(Beyond):
         return {"job_type": COMMAND if self.arguments else "GRPO", **columns_set}
 
     def digest(self) -> str:
-        """The same for requests that say the same."""
+        """Hash that is equal for equal requests."""
         text = json.dumps([self.columns(), self.document()], sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class InvalidRequest(UsageError):
-    """Something is wrong with what was asked; each problem stands in a line of its own."""
+    """The request is invalid; the message has one problem per line."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -195,17 +195,17 @@ class InvalidRequest(UsageError):
 
 
 def from_document(document: Mapping[str, Any]) -> JobRequest:
-    """The request that a program gave as JSON; InvalidRequest lists all that is wrong with it."""
+    """The request that a program sent as JSON; InvalidRequest lists all its problems."""
     return _read(JobRequest, document)
 
 
 def beyond_from_document(document: Mapping[str, Any]) -> Beyond:
-    """Read the document of `jobs.request`; InvalidRequest lists all that is wrong with it."""
+    """Read the document of `jobs.request`; InvalidRequest lists all its problems."""
     return _read(Beyond, document)
 
 
 def columns_from_row(row: Mapping[str, Any]) -> Columns:
-    """The columns of a row; InvalidRequest lists all that is wrong with them."""
+    """The columns of a row; InvalidRequest lists all their problems."""
     return _read(Columns, {name: row[name] for name in Columns.model_fields})
 
 
@@ -217,7 +217,7 @@ def _read(model: type[M], document: Mapping[str, Any]) -> M:
 
 
 def problems(request: Beyond) -> list[str]:
-    """Everything that is wrong although each value has the right type, in words. What the spec checks is left to the spec."""
+    """Problems of a request whose values all have the right types, as messages. The spec's own checks are left to the spec."""
     retry, most = request.retry, request.limits.artefact_files
     retry_fields = [
         *(["retry.charged"] if retry.charged else []),
@@ -274,7 +274,7 @@ def _webhook(address: str | None) -> list[str]:
 
 
 def is_host(name: str) -> bool:
-    """True for an IP address, or a name that DNS could resolve: labels of 1 to 63 letters."""
+    """True for an IP address, or a name that DNS could resolve: labels of 1 to 63 characters."""
     try:
         ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
@@ -289,6 +289,6 @@ def is_host(name: str) -> bool:
 
 
 def dependency(word: str) -> tuple[str, bool]:
-    """The job of a word in `after`, and whether it must have completed."""
+    """Split an entry of `after` into the job's id, and whether that job must have completed."""
     job_id, _, condition = word.partition(":")
     return job_id, condition == "ok"

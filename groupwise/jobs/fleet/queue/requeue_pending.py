@@ -1,12 +1,12 @@
 """Requeueing pending jobs when the fleet has more free capacity than before.
 
-A pending job is looked at again only when something has changed for it: code that closes reservations, takes a machine back or ends a job
+A pending job is checked again only when something has changed for it: code that closes reservations, takes a machine back or ends a job
 calls `wake` in the same transaction. For each waiting shape (not for each job) that checks whether one more job would fit now, and it
 puts the best-ranked jobs back into the queue, as many as there is room for.
 
 Marking and waking must not overtake each other. Suppose a claim sees a GPU taken; the GPU is released and the pending jobs are checked;
-then the claim marks its job as pending: the job would wait beside a free GPU. So both take one lock until they commit (`lock_marking`
-shared, `wake` exclusive) and read the fleet after they have it. On SQLite there is one writer at a time anyway.
+then the claim marks its job as pending: the job would wait although a GPU is free. So both take one lock until they commit
+(`lock_marking` shared, `wake` exclusive) and read the fleet after they have it. SQLite has only one writer at a time anyway.
 
 A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere). `claim` therefore calls
 `wake_unnoticed` whenever it finds the queue empty.
@@ -58,7 +58,7 @@ def wake(
     vm_ids: Collection[str] | None = None,
     actor: str = "capacity",
 ) -> int:
-    """Put pending jobs that can begin now back into the queue; returns how many.
+    """Put pending jobs that can start now back into the queue; returns how many.
 
     Call it last in a transaction that closes reservations, takes a machine back, adds or changes one, raises a quota, or ends a job
     (others may wait for it). `vm_ids`: only these machines have more room. Calling it too often is harmless. Within `woken_once` it is
@@ -76,7 +76,8 @@ def wake(
         return woken
     now = seconds(session)
     projects = {each.project for each in waiting}
-    # The changed machines alone decide if no quota counts, no job needs several machines, and nothing is withheld for a long-waiting job.
+    # It is enough to check the changed machines if no quota counts, no job needs several machines, and nothing is withheld for a
+    # long-waiting job.
     patient_or_gang = any(
         each.resources.machines > 1
         or (each.waiting_since is not None and now - each.waiting_since >= PATIENCE_SECONDS)
@@ -139,7 +140,8 @@ def _wake_dependents(session: Session, actor: str) -> int:
 
 
 def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
-    """Place the best-ranked jobs of all shapes, each on what those before it leave; a shape that finds no room is skipped from then on."""
+    """Place the best-ranked jobs of all shapes, each on the capacity that earlier ones leave; a shape without room is skipped from then
+    on."""
     trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
     best = [(each.key, each) for each in waiting]
     others = {each.shape: behind(session, each) for each in waiting}
@@ -161,7 +163,7 @@ def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], ac
 
 
 def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
-    """Put these jobs back into the queue. `blocked_reasons` stay until a job runs: they are still the last thing known about it."""
+    """Put these jobs back into the queue. `blocked_reasons` stay until a job runs: they are still the last known reasons."""
     if not ids:
         return 0
     now = seconds(session)

@@ -1,4 +1,4 @@
-"""Shapes: pending jobs that want the same resources wait for the same room, and the best-ranked job stands for all of them."""
+"""Shapes: pending jobs with equal resources wait for the same room, and the best-ranked job represents all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from groupwise.jobs.fleet.store.tables import Job
 
 QUEUED = Job.status == literal_column("'queued'")
 PENDING = Job.status == literal_column("'pending'")
-"""Written out, not as parameters: only then do both databases use their partial indexes."""
+"""Written as literals, not as parameters: only then do both databases use their partial indexes."""
 
 RankKey = tuple[float, str]
 """Rank and id of a job: its place in the queue."""
@@ -33,7 +33,7 @@ class Waiting:
 
 
 def best_of_shapes(session: Session) -> list[Waiting]:
-    """The best-ranked job of each shape, by rank. It reads as many rows as there are shapes, however many jobs wait."""
+    """The best-ranked job of each shape, by rank. Reads one row per shape, no matter how many jobs wait."""
     waiting = (PENDING, Job.blocked_on.is_(None))
     shapes = distinct(Job.shape, *waiting)
     first = (
@@ -44,7 +44,7 @@ def best_of_shapes(session: Session) -> list[Waiting]:
         .correlate(shapes)
         .scalar_subquery()
     )
-    # Found by its index first, whatever the statistics say of how many there are.
+    # Materialised: the ids are then found by the index, even if the statistics suggest another plan.
     best = select(first.label("job_id")).select_from(shapes).cte("best")
     best = best.prefix_with("MATERIALIZED", dialect="postgresql")
     query = select(
@@ -72,7 +72,7 @@ def best_of_shapes(session: Session) -> list[Waiting]:
 
 def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bool]) -> CTE:
     """Distinct values of an indexed column, as `value`, with one index lookup for each; the last one is NULL."""
-    # By ORDER BY and LIMIT, not by min(): for that PostgreSQL reads all that is greater.
+    # With ORDER BY and LIMIT instead of min(), for which PostgreSQL would read all greater values.
     first = select(column.label("value")).where(*where).order_by(column).limit(1)
     values = select(first.subquery().c.value).cte(recursive=True)
     following = select(column).where(*where, column > values.c.value).order_by(column).limit(1)
@@ -82,7 +82,7 @@ def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bo
 
 
 def behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
-    """The pending jobs of the same shape behind it, read lazily."""
+    """The pending jobs of the same shape that follow it, read lazily."""
     key = waiting.key
     while True:
         rows = session.execute(

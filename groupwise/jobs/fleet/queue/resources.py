@@ -1,7 +1,7 @@
-"""`Resources`: what a job needs of machines, read from command-line words, stored as JSON, compared by a hash.
+"""`Resources`: the requirements of a job, read from command-line words, stored as JSON, compared by a hash.
 
-A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--disk 64GB`) or as JSON; admission settles what was left open and
-stores the result with the job; placement reads it. Jobs of one project that need the same have one `shape`, so that room is looked for once
+A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--disk 64GB`) or as JSON; admission settles open values and
+stores the result with the job; placement reads it. Jobs of one project with equal resources have one `shape`: placement looks for room once
 for all of them.
 """
 
@@ -63,7 +63,7 @@ class Resources(FailFast, BaseModel):
     """An environment that an operator has named for the machine; admission says so of training kinds, which need Groupwise there."""
 
     def settled(self, gpus_by_default: int) -> Resources:
-        """The same, with nothing left open."""
+        """A copy in which the number of GPUs is set."""
         if self.gpus is not None:
             return self
         wants_one = bool(self.gpu_model or self.gpu_memory_mb or self.share_mb)
@@ -77,17 +77,17 @@ class Resources(FailFast, BaseModel):
         return self.gpus
 
     def as_json(self) -> dict[str, Any]:
-        """The canonical form: what is as it is by default is left out."""
+        """The canonical form, without default values."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def shape(self, project: str) -> str:
-        """The same for jobs of the project that need the same."""
+        """Hash that is equal for jobs of the project with equal resources."""
         text = json.dumps([project, self.as_json()], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def problems(resources: Resources) -> list[str]:
-    """Everything that does not go together, in words for the submitter, although each value is valid by itself."""
+    """Values that are valid by themselves but contradict each other, as messages for the submitter."""
     found: list[str] = []
     indices = [name for name in resources.named if isinstance(name, int)]
     if any(index < 0 for index in indices):
@@ -111,7 +111,7 @@ def problems(resources: Resources) -> list[str]:
 
 
 def from_json(document: Mapping[str, Any]) -> Resources:
-    """Read a document of `as_json`, or one that a person wrote; UsageError lists all that is wrong with it."""
+    """Read a document of `as_json`, or one written by hand; UsageError lists all its problems."""
     try:
         resources = Resources.model_validate(dict(document))
     except ValidationError as error:
@@ -134,7 +134,7 @@ def parse(
     disk: str | None = None,
     labels: Sequence[str] = (),
 ) -> Resources:
-    """Resources in the words of the command line; UsageError lists all that is wrong with them.
+    """Parse resources from the words of the command line; UsageError lists all their problems.
 
     `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
     """
@@ -173,7 +173,7 @@ def parse(
 
 
 def _gpus(words: str | None, found: list[str]) -> tuple[int | None, list[int | str], str | None]:
-    """Count, names, machine."""
+    """Parse --gpus into (count, names, machine). Problems are added to `found`."""
     if words is None:
         return None, [], None
     if _COUNT.fullmatch(words.strip()):
@@ -191,7 +191,7 @@ def _gpus(words: str | None, found: list[str]) -> tuple[int | None, list[int | s
 
 
 def megabytes(option: str, words: str) -> int:
-    """A size in the words of the command line, in MB; UsageError where it is none, or nothing."""
+    """Parse a size from the command line into MB. UsageError if it is no size, or 0."""
     found: list[str] = []
     size = _size(option, words, found)
     if found:
@@ -202,7 +202,7 @@ def megabytes(option: str, words: str) -> int:
 
 
 def _size(option: str, words: str | None, found: list[str]) -> int | None:
-    """Megabytes of `40GB`: as makers count, so that a GPU that is sold with 80 GB has them."""
+    """Parse `40GB` into decimal megabytes, the manufacturers' unit: a GPU sold with 80 GB then has 80 GB. None if no size is given."""
     if words is None:
         return None
     match = _SIZE.fullmatch(words.strip())

@@ -1,9 +1,8 @@
-"""Attempts that a machine runs and that stand in no table, as after a database was restored from a backup: nothing is done to them, and
-their jobs do not start a second time beside them.
+"""Attempts that a machine runs and that are in no table, such as after a database was restored from a backup. They are left alone, and
+their jobs do not start a second time while they run.
 
-The poller writes down what it finds with what else it knows of the machine, and holds the jobs back for a while, with each look for a
-while longer. A machine that has fallen silent may still run what it ran, so that the requeue manager holds back what
-the last look at it found.
+The poller records them with the machine's facts, and delays their jobs for a while; each observation extends the delay. A machine that has
+fallen silent may still run its attempts, so the requeue manager extends the delay for those of its last observation.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import VM, Job
 
 ATTEMPT = "attempt"
-"""Marks an attempt in a machine's quarantine list, beside the `folder` and `process` entries of its runner."""
+"""Marks an attempt in a machine's quarantine list, in addition to the `folder` and `process` entries of its runner."""
 WRITTEN = {"job_id", "epoch", "detail", "since"}
 HELD_BACK = 180.0
-"""Seconds, long enough for several rounds of the poller and the requeue manager."""
+"""Delay of such jobs in seconds, long enough for several rounds of the poller and the requeue manager."""
 
 
 def in_quarantine(vm: VM) -> list[dict[str, Any]]:
@@ -33,7 +32,7 @@ def in_quarantine(vm: VM) -> list[dict[str, Any]]:
 
 
 def _attempts(found: object) -> list[dict[str, Any]]:
-    """The attempts in a quarantine list; people may have written anything there."""
+    """The attempts in a quarantine list; the column may hold anything, since users can write it."""
     if not isinstance(found, list):
         return []
     entries = [
@@ -47,14 +46,14 @@ class Holding:
     """Capacity of a machine that untracked attempts hold; other jobs do not get it."""
 
     whole: frozenset[str] = frozenset()
-    """UUIDs of GPUs."""
+    """UUIDs of GPUs that are held whole."""
     shares_mb: Mapping[str, int] = field(default_factory=dict[str, int])
     """MiB of memory shares, by the GPU's UUID."""
     slots: frozenset[int] = frozenset()
 
 
 def holding(facts: Mapping[str, Any] | None) -> Holding:
-    """The capacity that untracked attempts hold, by the facts of their machine."""
+    """The capacity that untracked attempts hold, from the facts of their machine."""
     whole, slots, shares = set[str](), set[int](), Counter[str]()
     for each in _attempts((facts or {}).get("quarantined")):
         gpus, share, slot = each.get("gpus"), each.get("share_mb"), each.get("slot")
@@ -79,7 +78,7 @@ def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, di
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:
-    """Why untracked attempts keep the job from starting, in words."""
+    """The reasons why untracked attempts keep the job from starting, in words."""
     return [
         f"{vm_id} runs {each['detail']}, which stands in no table: it begins once that has ended, or `groupwise fleet vm mark-lost {vm_id}`"
         for vm_id, each in on_machines(session)
@@ -88,7 +87,7 @@ def held_back_by(session: Session, job_id: str) -> list[str]:
 
 
 def lock(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Lock the jobs among these that exist, until the transaction ends. Call it before a machine is locked, as claims and ends of attempts
+    """Lock those of these jobs that exist, until the transaction ends. Call it before locking a machine, since claims and ends of attempts
     lock jobs before machines."""
     if not job_ids:
         return set()
@@ -97,7 +96,8 @@ def lock(session: Session, job_ids: Collection[str]) -> set[str]:
 
 
 def hold_back(session: Session, job_ids: Collection[str]) -> float:
-    """Keep these jobs from starting for a while; returns until when. A caller that has locked a machine has locked the jobs before."""
+    """Keep these jobs from starting for a while; returns until when. A caller that has locked a machine must have locked the jobs
+    before."""
     locked, until = lock(session, job_ids), seconds(session) + HELD_BACK
     if locked:
         session.execute(
@@ -110,10 +110,10 @@ def hold_back(session: Session, job_ids: Collection[str]) -> float:
 
 
 def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
-    """Let these jobs start again after their untracked attempts on a machine have ended, unless another machine runs one.
+    """Allow these jobs to start again after their untracked attempts on a machine have ended, unless another machine runs one.
 
-    `until`: the result of `hold_back`; jobs that wait for anything else wait on. The machine is locked, so jobs locked by another process
-    are skipped: their pause ends by itself.
+    `until`: the result of `hold_back`; jobs that wait for another reason keep waiting. The machine is locked, so jobs locked by another
+    process are skipped: their delay ends by itself.
     """
     elsewhere = {each["job_id"] for _, each in on_machines(session)}
     if (free := set(job_ids) - elsewhere) and isinstance(until, float):

@@ -1,14 +1,14 @@
-"""The one way to the fleet's database: short transactions that are retried if that is safe, and raise CommitUnknown if it is not.
+"""The only access to the fleet's database: short transactions that are retried if that is safe, and raise CommitUnknown if it is not.
 
 Callers write a plain function of a `Session` and pass it in: `database.run(fn)` is one transaction, `await database.in_thread(fn)` the same
 from asynchronous code, `database.read(fn)` a short read that takes no write lock. The function may be called several times (deadlock,
-serialization failure, a restarting server), so it does nothing but read and write rows; what is to happen once, after the rows are
-committed, is given to `on_commit`.
+serialization failure, a restarting server), so it does nothing but read and write rows. Actions that must happen once, after the commit,
+are passed to `on_commit`.
 
-One thing is never repeated: a COMMIT that got no answer. It may have succeeded, so it raises `CommitUnknown`, and the caller reads what is
-there.
+One thing is never repeated: a COMMIT that got no answer. It may have succeeded, so it raises `CommitUnknown`, and the caller reads the rows
+to find out.
 
-SQLite has one writer at a time: threads of this process take turns by a lock, other processes wait by SQLite's own.
+SQLite has one writer at a time: threads of this process take turns by a lock, other processes wait for SQLite's own lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RETRY_TIMEOUT = 10.0
 """Seconds for which a failed transaction is retried. A PostgreSQL that was killed is back within one or two."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
-"""Seconds between attempts: the bound doubles, the pause is drawn below it, lest all who collided collide again."""
+"""Seconds between attempts: the bound doubles, and the pause is drawn at random below it, to separate transactions that collided."""
 
 _REPEATABLE = frozenset(
     {
@@ -66,7 +66,7 @@ class DatabaseFailure(AwayError):
 
 
 class CommitUnknown(AwayError):
-    """The connection was lost during COMMIT: what was written may be there or not. Read it before doing anything else."""
+    """The connection was lost during COMMIT: the rows may be written or not. Read them before doing anything else."""
 
     code = "commit_unknown"
 
@@ -76,7 +76,7 @@ class Database:
 
     def __init__(self, url: URL, sleep: Callable[[float], None] = time.sleep) -> None:
         self.name = engines.shown(url)
-        """Its URL for people: without password."""
+        """Its URL for display, without password."""
         self.dialect: str = url.get_backend_name()
         """`sqlite` or `postgresql`."""
         self.engine = engines.engine_for(url)
@@ -95,10 +95,10 @@ class Database:
         return engines.connection_arguments(self._url)
 
     def run(self, fn: Callable[[Session], T]) -> T:
-        """One transaction: all that `fn` writes is committed when this returns. `fn` may be called several times.
+        """Run one transaction: all writes of `fn` are committed when this returns. `fn` may be called several times.
 
-        CommitUnknown where the connection was lost during COMMIT, DatabaseFailure where nothing was committed; what `fn` raises,
-        and constraints that it violates, come through as they are, after a rollback.
+        Raises CommitUnknown if the connection was lost during COMMIT, and DatabaseFailure if nothing was committed. Errors of `fn` and
+        violated constraints are raised unchanged, after a rollback.
         """
         result, hooks = self._retry(lambda: self._once(fn))
         for hook in hooks:
@@ -106,11 +106,11 @@ class Database:
         return result
 
     def read(self, fn: Callable[[Session], T]) -> T:
-        """`fn` sees one moment of the database, and can change nothing. Keep it short: old rows are kept for it meanwhile."""
+        """Call `fn` with a snapshot of one moment; it can change nothing. Keep it short: the database keeps old rows for it meanwhile."""
         return self._retry(lambda: self._look(fn))
 
     def at_rest(self, work: Callable[[Connection], T]) -> T:
-        """Work on the schema, which makes its own transactions: while no thread of this process writes, and said in words if it fails."""
+        """Work on the schema, which makes its own transactions, while no thread of this process writes. Failures become readable errors."""
         return self._retry(lambda: self._alone(work))
 
     async def in_thread(self, fn: Callable[[Session], T]) -> T:
@@ -122,7 +122,7 @@ class Database:
         return await self._elsewhere(lambda: self.read(fn))
 
     def close(self) -> None:
-        """Waits for what runs in threads, then closes all connections; a second call does nothing."""
+        """Wait for work in threads, then close all connections; a second call does nothing."""
         self._threads.shutdown(wait=True)
         self.engine.dispose()
 
@@ -160,7 +160,7 @@ class Database:
         try:
             connection = self.engine.connect()
         except sql.DBAPIError as error:
-            # A wrong address is an error at once; a server that was there before is given time to come back.
+            # A wrong address is an error at once; a server that was reached before is given time to come back.
             if self._was_reached or isinstance(error.orig, sqlite3.Error):
                 raise
             self._raise_for_people(error, passing=False)
@@ -193,7 +193,7 @@ class Database:
             self._sleep(backoff.next())
 
     def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
-        """Raise constraint violations and faulty statements as they are, and failures of the database itself as DatabaseFailure."""
+        """Raise constraint violations and faulty statements unchanged, and failures of the database itself as DatabaseFailure."""
         of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
         if not of_database and not _nothing_lost_by_repeating(error):
             raise error
@@ -217,7 +217,7 @@ class Database:
 
 
 async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
-    """Wait until it is done, however often the caller is cancelled; the database's time limits bound it."""
+    """Wait until the future is done, no matter how often the caller is cancelled; the database's time limits bound the wait."""
     while not answer.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({answer})
@@ -226,9 +226,9 @@ async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
 
 
 def connect(url: str) -> Database:
-    """The database of this URL: `sqlite:///path` or `postgresql://user:password@host:port/name`. UsageError where it is no such URL.
+    """The database of this URL: `sqlite:///path` or `postgresql://user:password@host:port/name`. UsageError for any other URL.
 
-    A database of PostgreSQL is spoken to at the first transaction. `check_schema` says whether it has the tables.
+    PostgreSQL is first contacted by the first transaction. `check_schema` checks whether the tables exist.
     """
     return Database(engines.parse(url))
 
@@ -238,8 +238,8 @@ def unused() -> None:
 
 
 def check_schema(database: Database, used_by: Callable[[], str | None] = unused) -> None:
-    """Return if the tables are those of this version. An SQLite database is upgraded here, unless `used_by` names a process that uses it;
-    for PostgreSQL, which several programs share, a UsageError says how to. UsageError too if the tables are those of a newer version."""
+    """Return if the tables are those of this version. An SQLite database is upgraded here, unless `used_by` names a process that uses it.
+    PostgreSQL is shared by several programs, so there a UsageError explains how to upgrade. UsageError too if the tables are newer."""
     if database.at_rest(schema.is_current):
         return
     if database.dialect == "postgresql":
@@ -251,13 +251,14 @@ def check_schema(database: Database, used_by: Callable[[], str | None] = unused)
 
 
 def migrate(database: Database, used_by: Callable[[], str | None] = unused) -> None:
-    """Create or upgrade the tables; all of it or nothing, and any number of processes may do so at once. `used_by` is called under the
-    lock, and only if something is to change."""
+    """Create or upgrade the tables, completely or not at all; any number of processes may do so at once. `used_by` is called while the lock
+    is held, and only if something must change."""
     database.at_rest(lambda connection: schema.bring_up_to_date(connection, used_by))
 
 
 def on_commit(session: Session, hook: Callable[[], None]) -> None:
-    """Have it called once the transaction of this session is committed, in the same thread; what it raises is logged, since it is late."""
+    """Call the hook once the session's transaction is committed, in the same thread. Its errors are only logged, since the rows are
+    written."""
     session.info.setdefault(_HOOKS, []).append(hook)
 
 
@@ -289,7 +290,7 @@ def seconds(session: Session) -> float:
 
 @contextmanager
 def at_one_moment(session: Session) -> Generator[None, None, None]:
-    """`seconds` within it is what it was at the beginning: for writes of many that are short, and take no locks of others."""
+    """Freeze `seconds` at its value on entry: for short writes of many rows that take no locks of others."""
     session.info[_MOMENT] = seconds(session)
     try:
         yield
@@ -347,15 +348,15 @@ def _commit(session: Session, connection: Connection) -> None:
 
 
 def _answer_is_missing(error: sql.DBAPIError) -> bool:
-    """True if it is unknown whether a COMMIT succeeded. Only a server that lives on after refusing it proves that it failed; a failed write
-    to SQLite's file proves nothing."""
+    """True if it is unknown whether a COMMIT succeeded. It has certainly failed only if the server stays connected after refusing it; a
+    failed write to SQLite's file proves nothing."""
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_code(error.orig) == sqlite3.SQLITE_IOERR
     return _connection_is_lost(error)
 
 
 def _nothing_lost_by_repeating(error: sql.DBAPIError) -> bool:
-    """True if the transaction may be repeated. Asked about errors before, or instead of, a commit."""
+    """True if the transaction may be repeated. Only valid for errors before, or instead of, a commit."""
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_code(error.orig) == sqlite3.SQLITE_BUSY
     return _connection_is_lost(error) or getattr(error.orig, "sqlstate", None) in _REPEATABLE
@@ -374,7 +375,7 @@ def _connection_is_lost(error: sql.DBAPIError) -> bool:
 
 
 def _sqlite_code(error: sqlite3.Error) -> int:
-    """Extended codes carry the primary one in their lowest byte."""
+    """The primary result code, which is the lowest byte of extended codes."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -383,11 +384,11 @@ def _call(hook: Callable[[], None]) -> None:
         hook()
     except (
         Exception
-    ):  # the rows are committed, and the caller must learn that, whatever a doorbell raises
+    ):  # the rows are committed, and the caller must learn that, even if a doorbell raises
         log.exception("what was to follow a commit failed")
 
 
-# --- words for people -----------------------------------------------------------------------------
+# --- messages for users ---------------------------------------------------------------------------
 
 _SQLITE_REMEDIES = {
     sqlite3.SQLITE_BUSY: "Another process has been writing for long; end that one.",

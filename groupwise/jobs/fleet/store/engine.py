@@ -1,10 +1,10 @@
 """Turns a database URL as users type it into a SQLAlchemy engine that loses nothing it has acknowledged.
 
 `database.py` makes transactions with the engine. Two databases are supported: SQLite, for a fleet on one machine, where every connection is
-in WAL mode with full flushes and a writing transaction takes the write lock as it begins; and PostgreSQL through psycopg, where statements,
+in WAL mode with full flushes and a writing transaction takes the write lock at its start; and PostgreSQL through psycopg, where statements,
 locks and idle transactions have time limits, and a dead network is detected.
 
-No password is ever shown: people see `shown(url)`, and statements in errors come without their values.
+No password is ever shown: users see `shown(url)`, and statements in errors come without their values.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from groupwise.jobs.fleet.disk_full import told_in_words
 CONNECTIONS = 8
 """Connections that one process keeps open; transactions take milliseconds, so more of them would only wait for the disk."""
 MORE_CONNECTIONS = 4
-"""Further connections, opened for a moment."""
+"""Further connections, opened temporarily."""
 WAIT_FOR_CONNECTION = 30.0
-"""Seconds for one of them to become free."""
+"""Seconds to wait for a free connection."""
 BUSY_SECONDS = 5.0
 """Seconds that SQLite waits for another process's transaction before ours is retried."""
 READS = "groupwise_reads"
@@ -39,7 +39,7 @@ READS = "groupwise_reads"
 STATEMENT_SECONDS = 30
 LOCK_SECONDS = 10
 IDLE_SECONDS = 15
-"""A process that was stopped within a transaction holds its locks no longer than this; half of the lease of an attempt."""
+"""A process that was stopped within a transaction holds its locks for at most this many seconds: a little more than half a lease."""
 
 NETWORK_CONNECTION: Mapping[str, Any] = {
     "connect_timeout": 5,
@@ -50,7 +50,7 @@ NETWORK_CONNECTION: Mapping[str, Any] = {
     "tcp_user_timeout": 15_000,
     "application_name": "groupwise",
 }
-"""libpq's words. A peer that has vanished is found out within 25 seconds. What stands in the URL's query goes before these."""
+"""Options of libpq. A vanished peer is detected within 25 seconds. The URL's query overrides these."""
 
 _SQLITE_NAMES = ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite")
 _POSTGRESQL_NAMES = (
@@ -95,7 +95,7 @@ def parse(text: str) -> URL:
     except (
         ArgumentError,
         ValueError,
-    ):  # its message may hold parts of what was given, so it is not passed on
+    ):  # its message may hold parts of the URL, so it is not passed on
         raise UsageError(
             f"The database URL that begins with {scheme}:// cannot be read; expected is {_FORMS}. "
             "Characters like @ : / in a password are written as %40 %3A %2F."
@@ -103,7 +103,7 @@ def parse(text: str) -> URL:
 
 
 def shown(url: URL) -> str:
-    """The URL as people may see it: without password and query."""
+    """The URL for display: without password and query."""
     if url.get_backend_name() == "sqlite":
         return f"sqlite:///{url.database}"
     return URL.create(
@@ -117,7 +117,7 @@ def engine_for(url: URL) -> Engine:
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON column. People write rows by hand, and a document that no parser can read must not hide all others."""
+    """Read a JSON column. Users write rows by hand, and an unreadable document must not hide all others."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -129,7 +129,7 @@ def read_json(text: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Read JSON for admission, which reports and repairs what cannot be read: ValueError. As in SQLite, a document that is too deep or
+    """Read JSON for admission, which reports and repairs documents that raise ValueError. As in SQLite, a document that is too deep or
     holds NaN is not JSON."""
     try:
         return json.loads(text, parse_constant=_no_constant)
@@ -142,9 +142,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 TOO_DEEP = {"nested": "too deep to be read"}
-"""The value of a document that is nested a thousand levels deep."""
+"""The value used for a document that is nested a thousand levels deep."""
 UNREADABLE = {"unreadable": "no JSON, or a number of thousands of digits"}
-"""The value of a document that is not JSON, or holds what Python cannot read."""
+"""The value used for a document that is not JSON, or holds a value that Python cannot read."""
 
 
 # --- SQLite ---------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ UNREADABLE = {"unreadable": "no JSON, or a number of thousands of digits"}
 
 def _sqlite_engine(url: URL) -> Engine:
     path = Path(str(url.database))
-    try:  # readable by its owner alone: it holds what users ask of models, and hashes of keys
+    try:  # readable by its owner only: it holds users' prompts to models, and hashes of keys
         with told_in_words(path.parent):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -177,7 +177,7 @@ def _sqlite_engine(url: URL) -> Engine:
 
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     assert isinstance(connection, sqlite3.Connection)
-    connection.isolation_level = None  # `_begin_sqlite` begins transactions, not Python's guess
+    connection.isolation_level = None  # `_begin_sqlite` starts transactions, instead of Python
     connection.text_factory = _text_of_sqlite
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
@@ -196,8 +196,8 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def refuse_network_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None:
-    """Refuse a network file system: SQLite's WAL needs memory shared by all processes, which that does not provide. Checked on Linux
-    only."""
+    """Refuse a network file system: SQLite's WAL needs memory shared by all processes, which such a file system does not provide. Only
+    checked on Linux."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -260,7 +260,8 @@ SELECT set_config('statement_timeout', '{STATEMENT_SECONDS}s', false),
 
 
 def _prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    """Apply our session settings; a server that acknowledges commits before they are on its disk is told not to, for us."""
+    """Apply our session settings. On a server that acknowledges commits before they are on its disk, that is switched off for our
+    sessions."""
     driver: Any = getattr(connection, "driver_connection", connection)
     driver.autocommit = True
     try:
@@ -270,8 +271,8 @@ def _prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> 
 
 
 def _say_nothing_of_writing(connection: DBAPIConnection, *_: object) -> None:
-    """Reset read_only: after a read-only transaction SQLAlchemy would begin the next one as READ WRITE instead of as the server has it, and
-    a standby refuses that with another error than a write."""
+    """Reset read_only: after a read-only transaction SQLAlchemy would start the next one as READ WRITE instead of with the server's
+    default, and a standby refuses that with another error than a write."""
     driver: Any = connection
     driver.read_only = None
 
@@ -282,7 +283,7 @@ READ_ONLY = "25006"
 
 def _doubt_read_only_server(context: ExceptionContext) -> None:
     """Drop the connections to a server that refuses writes as read-only: it is a standby, perhaps the former primary. The next transaction
-    looks up the server's address again."""
+    resolves the server's address again."""
     connection = context.connection
     refused = getattr(context.original_exception, "sqlstate", None) == READ_ONLY
     if refused and connection and not connection.get_execution_options().get(READS, False):

@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 MOST_AHEAD = 10_000_000
-"""Epochs further ahead than this are not believed: numbers are finite, and a job may create a folder with any number."""
+"""Epochs further ahead than this are ignored: numbers are finite, and a job may create a folder with any number."""
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _LAST = {
 def raise_above(session: Session, epochs: Iterable[int]) -> bool:
     """Raise the sequence above the epochs that a machine knows; returns whether any of them had not been assigned here.
 
-    An unbelievable epoch does not hide the others.
+    An epoch that is too far ahead is ignored, and does not hide the others.
     """
     numbers = [epoch for epoch in epochs if epoch > 0]
     if not numbers:
@@ -37,7 +37,7 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
     if seen <= last:
         return False
     if kind == "postgresql":
-        # One at a time: an epoch is a primary key, so that a job that gets the same one meanwhile is refused at worst.
+        # One at a time: an epoch is a primary key, so a job that gets the same one meanwhile is refused at worst.
         session.execute(text("SELECT pg_advisory_xact_lock(hashtext('groupwise.epochs'))"))
         session.execute(
             text(
@@ -46,7 +46,7 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
             {"seen": seen},
         )
     else:
-        # Only of use where there is a line; the first attempt makes it.
+        # The row exists only once SQLite has numbered the first attempt; else it is inserted below.
         raised = text(
             "UPDATE sqlite_sequence SET seq = :seen WHERE name = 'attempts' RETURNING seq"
         )

@@ -1,14 +1,16 @@
 """The events of a fleet: appended in the transaction that causes them, read in order, never changed.
 
 Every change of a job, an attempt, a machine or a key appends an event, so the audit is complete or the change did not happen. Readers
-(the tracker, webhooks, pages) keep the number of the last event that they have dealt with, and ask for those `after` it.
+(the tracker, webhooks, pages) store the number of the last event that they have handled, and ask for those `after` it.
 
-PostgreSQL gives numbers when rows are written and shows them when they are committed, so number 7 may be seen before number 6, and a
-reader that goes on from 7 never sees 6. Making writers wait for each other would cost them a flush of the disk each. So instead, before
-its first event, a transaction takes a shared advisory lock whose key is the highest number given so far: all its own will be higher. A
-reader looks up the highest number given, then the lowest key held, and then reads no further than either: every transaction with a number
-below that is gone, and what they committed is seen. It waits for no writer, and an unrelated long transaction does not hold it up. Numbers
-of transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits."""
+PostgreSQL assigns numbers when rows are written, but other sessions see the rows only after commit. Number 7 may therefore become visible
+before number 6, and a reader that continues from 7 would never see 6. Making writers wait for each other would cost them one flush of the
+disk each. So instead, before its first event, a transaction takes a shared advisory lock whose key is the highest number assigned so far:
+all its own numbers will be higher. A reader looks up the highest assigned number, then the lowest key held, and then reads no further than
+either: every transaction with a number below that has ended, and its committed events are visible. The reader waits for no writer, and an
+unrelated long transaction does not delay it. Numbers of transactions that were rolled back stay unused. SQLite has one writer at a time,
+and its numbers follow the order of commits.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,19 @@ JOB_RUNNING = "job.running"
 JOB_COMPLETED = "job.completed"
 JOB_FAILED = "job.failed"
 JOB_CANCELLED = "job.cancelled"
-"""Up to here `job.` and the status."""
+"""The kinds up to here are `job.` and the status."""
 ENDS: Mapping[str, JobStatus] = {
     JOB_COMPLETED: JobStatus.COMPLETED,
     JOB_FAILED: JobStatus.FAILED,
     JOB_CANCELLED: JobStatus.CANCELLED,
 }
-"""Those that are the end of a job."""
+"""The kinds of events that end a job."""
 JOB_SUBMITTED = "job.submitted"
 JOB_CANCEL_REQUESTED = "job.cancel_requested"
 JOB_RETRIED = "job.retried"
 JOB_PRUNED = "job.pruned"
 JOB_CHECKPOINT_DAMAGED = "job.checkpoint_damaged"
-"""It is begun again from an older one, or from the beginning."""
+"""The job's next attempt resumes from an older checkpoint, or starts from scratch."""
 JOB_CHECKPOINT_NOT_MIRRORED = "job.checkpoint_not_mirrored"
 """A checkpoint could not be mirrored, so the job could not resume from it on another machine."""
 ATTEMPT_RESERVED = "attempt.reserved"
@@ -52,7 +54,7 @@ ATTEMPT_LAUNCHING = "attempt.launching"
 ATTEMPT_RUNNING = "attempt.running"
 ATTEMPT_COLLECTING = "attempt.collecting"
 ATTEMPT_ENDED = "attempt.ended"
-"""Up to here `attempt.` and the state."""
+"""The kinds from `attempt.reserved` to here are `attempt.` and the state."""
 ATTEMPT_ADOPTED = "attempt.adopted"
 ATTEMPT_CLEAN = "attempt.clean"
 ATTEMPT_LEAKING = "attempt.leaking"
@@ -60,11 +62,11 @@ ATTEMPT_UNREACHABLE = "attempt.unreachable"
 ATTEMPT_REACHABLE = "attempt.reachable"
 ATTEMPT_STUCK = "attempt.stuck"
 ATTEMPT_QUARANTINED = "attempt.quarantined"
-"""A machine runs it, and no table knows it."""
+"""A machine runs an attempt that is in no table."""
 ATTEMPT_OVERDUE = "attempt.overdue"
 """The attempt has no controller, and its deadman has ended it for certain."""
 RESERVATION_CLOSED = "reservation.closed"
-"""One that had stayed open by a mistake."""
+"""A reservation had been left open by mistake."""
 VM_ADDED = "vm.added"
 VM_REMOVED = "vm.removed"
 VM_TRUSTED = "vm.trusted"
@@ -75,17 +77,17 @@ VM_CORDONED = "vm.cordoned"
 VM_UNCORDONED = "vm.uncordoned"
 VM_LOST = "vm.lost"
 VM_RETURNED = "vm.returned"
-"""It had been lost, answers, and holds nothing of what was given up."""
+"""The machine had been lost, answers, and holds nothing of given-up attempts."""
 VM_UNREACHABLE = "vm.unreachable"
 VM_REACHABLE = "vm.reachable"
 VM_REBOOTED = "vm.rebooted"
 VM_UNTRUSTED = "vm.untrusted"
 GPU_ACCUSED = "gpu.accused"
-"""A job's log says that it is broken; another job has to say so too, or its machine."""
+"""A job's log reports that the GPU is broken; another job, or its machine, must confirm that."""
 GPU_QUARANTINED = "gpu.quarantined"
 GPU_CLEARED = "gpu.cleared"
 GPU_OBSERVED = "gpu.observed"
-"""It became busy with something else, went missing, or came back."""
+"""The GPU became busy with another program, went missing, or came back."""
 PROJECT_CHANGED = "project.changed"
 KEY_MADE = "key.made"
 KEY_REVOKED = "key.revoked"
@@ -94,7 +96,7 @@ _KIND = re.compile(r"[a-z]+\.[a-z_]+")
 _ANNOUNCED = "groupwise_events"
 _LATER = "groupwise_events_later"
 _TAG = 0x4757
-"""The highest 16 bits of the keys of our advisory locks; the other 48 are a number of an event."""
+"""The highest 16 bits of the keys of our advisory locks; the other 48 are the number of an event."""
 
 _GIVEN = text("SELECT last_value - (NOT is_called)::int FROM events_event_id_seq")
 _ANNOUNCE = text(
@@ -120,8 +122,8 @@ def append(
     after: Mapping[str, Any] | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Its number; None within `gathered`, where it has none yet. `actor` is who did it (`user:ada`, `dispatcher:<owner>`), `before` and
-    `after` what changed, as JSON; no secrets."""
+    """Append an event. Returns its number, or None within `gathered`, where it has none yet. `actor` caused it (`user:ada`,
+    `dispatcher:<owner>`); `before` and `after` are the changed values as JSON, without secrets."""
     assert _KIND.fullmatch(kind), f"{kind!r}: a kind of event reads like job.queued"
     row = {
         "actor": actor,
@@ -142,12 +144,12 @@ def append(
 
 _TABLE: Table = Event.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
 _APPEND = insert(_TABLE).values(at=clock()).returning(_TABLE.c.event_id)
-"""Made once: nothing is written as often."""
+"""Built once: no other statement is executed as often."""
 
 
 @contextmanager
 def gathered(session: Session) -> Generator[None, None, None]:
-    """Events appended within it are written at its end, in one statement, in the same order."""
+    """Collect the events appended within the block, and write them at its end, in one statement and in the same order."""
     later: list[dict[str, Any]] = []
     session.info[_LATER] = later
     try:
@@ -158,14 +160,14 @@ def gathered(session: Session) -> Generator[None, None, None]:
 
 
 def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Many at once, for what is done to many jobs at once. Each row has `actor` and `kind`, and what it has to say of the rest."""
+    """Append many events with one statement. Each row has `actor` and `kind`, and any of the other columns."""
     if (later := session.info.get(_LATER)) is not None:
         later.extend(rows)
     elif rows:
         _announce(session)
         at = session.execute(select(clock())).scalar_one()
         empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
-        # Of the table, not of the class: that would make a statement of each run of rows that leave out the same columns.
+        # Insert into the table, not the class: the ORM would split the rows into a statement for each set of columns.
         session.execute(insert(_TABLE), [{**empty, "at": at, **row} for row in rows])
 
 
@@ -177,7 +179,7 @@ def append_of_jobs(
     actor: str,
     detail: Mapping[str, Any] | None = None,
 ) -> None:
-    """An event for each of these jobs."""
+    """Append the event of this change of status for each of these jobs."""
     common = {
         "actor": actor,
         "kind": f"job.{after}",
@@ -189,9 +191,9 @@ def append_of_jobs(
 
 
 def after(session: Session, position: int, limit: int) -> list[Event]:
-    """The next ones, at most `limit`, oldest first; a reader that goes on after the last of them misses none.
+    """The next events after `position`, at most `limit`, oldest first. A reader that continues after the last of them misses none.
 
-    To be called within `Database.run`: a transaction that sees one moment only cannot tell what was committed at that moment.
+    Call it within `Database.run`: a transaction with a snapshot of one moment cannot tell which numbers were committed at that moment.
     """
     chosen = select(Event).where(Event.event_id > position).order_by(Event.event_id).limit(limit)
     if session.get_bind().dialect.name == "postgresql":
@@ -200,8 +202,8 @@ def after(session: Session, position: int, limit: int) -> list[Event]:
 
 
 def newest(session: Session, before: float) -> int:
-    """The last event that is older than `before`, in seconds: a reader that goes on after it misses none that comes later. As for
-    `after`.
+    """The last event that is older than `before`, in seconds since 1970. A reader that continues after it misses no later one. Call it
+    like `after`.
     """
     last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
     return (
@@ -212,7 +214,7 @@ def newest(session: Session, before: float) -> int:
 
 
 def first_end_after(session: Session, reader: str) -> float | None:
-    """When the first job ended that a reader has not dealt with; None: there is none, or no such reader."""
+    """The time when the first job ended whose end a reader has not handled; None: there is none, or no such reader."""
     position = select(Cursor.position).where(Cursor.name == reader).scalar_subquery()
     query = select(Event.at).where(Event.event_id > position, Event.kind.in_(ENDS))
     return session.scalar(query.order_by(Event.event_id).limit(1))
@@ -221,7 +223,7 @@ def first_end_after(session: Session, reader: str) -> float | None:
 def recent(
     session: Session, *, job_id: str | None = None, vm_id: str | None = None, limit: int
 ) -> list[dict[str, Any]]:
-    """The newest ones of a job or a machine, oldest first, as plain data."""
+    """The newest events of a job or a machine, oldest first, as plain data."""
     chosen = select(*Event.__table__.columns).order_by(Event.event_id.desc()).limit(limit)
     if job_id is not None:
         chosen = chosen.where(Event.job_id == job_id)
@@ -231,7 +233,7 @@ def recent(
 
 
 def _announce(session: Session) -> None:
-    """Once in a transaction; a lock that was taken within a savepoint goes with it, so there it is taken each time."""
+    """Take the advisory lock, once in a transaction. One taken within a savepoint ends with it, and so is taken each time there."""
     if session.get_bind().dialect.name != "postgresql" or session.info.get(_ANNOUNCED):
         return
     session.execute(_ANNOUNCE, {"tag": _TAG})
@@ -239,7 +241,7 @@ def _announce(session: Session) -> None:
 
 
 def _settled_up_to(session: Session) -> int:
-    """The number up to which all transactions are over. Order matters: numbers given, then locks, and after that the events."""
+    """The number up to which all transactions have ended. The order matters: numbers assigned, then locks, then the events."""
     connection = session.connection()
     assert not connection.get_execution_options().get(READS, False), (
         "events are read in Database.run: Database.read shows one moment, in which it cannot be known whether a number is still to come"
@@ -259,7 +261,7 @@ def note_observed(
     job_id: str | None = None,
     epoch: int | None = None,
 ) -> bool:
-    """Record what a poller or a runner observed of a GPU; returns whether that is a change. Every change is an event."""
+    """Record the state of a GPU that a poller or a runner observed; returns whether it is a change. Every change is an event."""
     before, gpu.detail = gpu.observed, why
     if before == now:
         return False

@@ -2,8 +2,8 @@
 checkpoint.
 
 Blobs are stored once, regardless of their sender, and are named by their sha256. Knowing the hash of another project's file must not be
-enough to get it, nor to learn whether it exists. So a caller bound to projects learns that a blob is missing if none of those has a right
-to it, and has to send it. A caller bound to no project may name any blob."""
+enough to get it, nor to learn whether it exists. So a caller bound to projects is told that a blob is missing if none of its projects has a
+right to it, and has to send it. A caller bound to no project may name any blob."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TABLE: Table = BlobRight.__table__  # pyright: ignore[reportAssignmentType] —
 def lacking(
     session: Session, projects: Collection[str] | None, hashes: Iterable[str]
 ) -> frozenset[str]:
-    """Those of these blobs that none of the projects may name; `projects` None: all may be named."""
+    """Those of these blobs that none of the projects may name. `projects` None: all blobs may be named."""
     if projects is None:
         return frozenset()
     sorted_hashes = sorted(set(hashes))
@@ -44,7 +44,7 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
         return
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     made = insert(_TABLE).values(at=clock())
-    # The time too, so that a cleaner that looked before the blob was sent again does not delete it.
+    # The time too: a concurrent cleaner that read the old time must not delete a right to a blob that was sent again.
     again = made.on_conflict_do_update(
         index_elements=["sha256", "project"], set_={"at": made.excluded.at}
     )
@@ -52,8 +52,8 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
 
 
 def sender(projects: Collection[str] | None) -> str:
-    """Separates the unfinished uploads of different callers: someone who knows only the end of a file must not get it by completing another
-    project's upload."""
+    """A key that separates the unfinished uploads of different callers: a caller who knows only the end of a file must not get it by
+    completing another project's upload."""
     if projects is None:
         return ""
     return hashlib.sha256(json.dumps(sorted(projects)).encode()).hexdigest()[:16]
@@ -66,6 +66,6 @@ def old(session: Session, age: float) -> list[str]:
 
 
 def forget(session: Session, hashes: Collection[str], age: float) -> None:
-    """Rights to these blobs, but for those that were recorded since."""
+    """Delete rights to these blobs, except those that were recorded within `age` seconds."""
     outdated = BlobRight.sha256.in_(hashes) & (BlobRight.at < clock() - age)
     session.execute(delete(BlobRight).where(outdated).execution_options(synchronize_session=False))

@@ -1,11 +1,11 @@
 """The schema: whether a database has the tables of this version, and how it gets them.
 
 `migrations/` leads from each released version to the next. Triggers and views are not migrated: they are generated from `states.py`,
-dropped before a migration and made again after it. All of it is one transaction under a lock: a process that dies on the way leaves the old
-state, and of two that start at once the second finds the work done.
+dropped before a migration and created again after it. All of it is one transaction under a lock: a process that dies half-way leaves the
+old state, and of two that start at once the second finds the work done.
 
-Migrations only go forward: an older version refuses what a newer one has made. If all is current nothing is touched, since making a trigger
-blocks all other processes.
+Migrations only go forward: an older version refuses a database of a newer one. If all is current nothing is touched, since creating a
+trigger blocks all other processes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 VERSION_TABLE = "fleet_version"
 RULES = 1
-"""The number of these triggers and views. It goes up when they change after a release: an older version then leaves them alone."""
+"""Version number of these triggers and views. It rises when they change after a release: an older version then leaves them alone."""
 FINGERPRINT = "fleet_fingerprint"
-"""A view with one value: the number of triggers and views, and the hash of the statements that made them."""
+"""A view with one value: the version number of triggers and views, and the hash of the statements that made them."""
 _LOCK = 0x67726F7570776973
-"""Key for `pg_advisory_xact_lock`; any number that no one else uses."""
+"""Key for `pg_advisory_xact_lock`; an arbitrary number that is used for nothing else."""
 _LOCK_MILLISECONDS = 1500
-"""Time limit for a lock on a table. All others queue behind a process that waits for one, so it gives up soon and tries again; but not
-before PostgreSQL has ended an autovacuum that is in the way, which takes a second (`deadlock_timeout`)."""
+"""Time limit for a lock on a table. All others queue after a process that waits for one, so it gives up soon and tries again; but not
+before PostgreSQL has ended an autovacuum that holds the lock, which takes a second (`deadlock_timeout`)."""
 
 
 def is_current(connection: Connection) -> bool:
@@ -46,7 +46,7 @@ def is_current(connection: Connection) -> bool:
 
 def _is_current(connection: Connection) -> bool:
     there = _fingerprint_there(connection)
-    # Read without alembic: every command asks this first, and to load that takes longer than what most of them do.
+    # Compared without alembic: every command checks this first, and loading alembic takes longer than most commands.
     if there == _fingerprint(connection.dialect.name):
         version = connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}")
         if version.scalar_one() == newest_revision():
@@ -98,7 +98,7 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
 
 
 def newest_revision() -> str:
-    """Files of migrations are named after their revisions, which are numbered."""
+    """The number of the newest migration. Files of migrations are named after their revisions, which are numbered."""
     files = (Path(__file__).parent / "migrations" / "versions").glob("[0-9]*_*.py")
     return max(file.name.partition("_")[0] for file in files)
 
@@ -131,7 +131,7 @@ def _unchecked_references(connection: Connection) -> Generator[None, None, None]
 
 
 def _refuse_newer_rules(found: str | None) -> None:
-    """`found`: the fingerprint."""
+    """Raise UsageError if the rules are newer than this version. `found`: the fingerprint in the database."""
     number = int((found or "").rpartition(":")[0] or 0)
     if number > RULES:
         raise UsageError(
@@ -191,8 +191,8 @@ def _fingerprint_there(connection: Connection) -> str | None:
 
 
 def _drop_derived(connection: Connection) -> None:
-    """Drop triggers and views of any version; triggers are found by their prefix. Views that people have made stay, and block the migration
-    of PostgreSQL if they depend on ours."""
+    """Drop triggers and views of any version; triggers are found by their prefix. Views of users stay, and block the migration of
+    PostgreSQL if they depend on ours."""
     for name in (FINGERPRINT, *views.NAMES):
         connection.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
     if connection.dialect.name == "sqlite":

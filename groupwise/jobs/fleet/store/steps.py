@@ -1,8 +1,8 @@
-"""Writes that go in steps, so that many of them go side by side in one transaction.
+"""Writes in steps, so that many of them can share the statements of one transaction.
 
-Where the database demands an order, what was changed first has to be sent before what is changed next. A write that has such places is a
-generator that yields there. Done alone it is sent step by step; within `side_by_side` a step of all of them is sent before the next step of
-any, so that each table gets it in one statement, however many they are.
+If the database demands an order of changes, earlier ones must be sent before later ones. A write with such an order is a generator that
+yields where a flush is needed. A single write is sent step by step. Within `side_by_side`, one step of all writes is sent before the next
+step of any, so each table gets one statement for each step, no matter how many writes there are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import Update
 
 Step: TypeAlias = tuple[Update, Mapping[str, Any]] | None
-"""A statement and its values, sent after the rows that were changed. The statement object is made once, so that equal ones are combined."""
+"""A statement and its values, sent after the changed rows. The statement object is built once, and equal ones are combined."""
 Steps: TypeAlias = Generator[Step]
 P = ParamSpec("P")
 
@@ -42,7 +42,7 @@ def in_steps(
 
 @contextmanager
 def side_by_side(session: Session) -> Generator[None]:
-    """Writes in steps that are called within it begin at its end, and go on together."""
+    """Defer writes in steps that are called within the block; at its end they all run, step by step together."""
     started: list[Steps] = []
     session.info[_BEGUN] = started
     try:

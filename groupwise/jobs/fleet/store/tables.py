@@ -1,10 +1,10 @@
-"""The tables of a fleet. `database.py` connects to them; `migrations/` makes them; triggers and views are generated from `states.py`.
+"""The tables of a fleet. `database.py` connects to them; `migrations/` creates them; triggers and views are generated from `states.py`.
 
-People write rows by hand: an INSERT of job_id, model, dataset and reward_function is a full submission, an INSERT of vm_id, ip_address,
+Users write rows by hand: an INSERT of job_id, model, dataset and reward_function is a full submission, an INSERT of vm_id, ip_address,
 user and ssh_key_path a machine to be polled. So every other column has a default in the database itself. `status` is written by the control
 plane.
 
-There are two kinds of time. What people read is a timestamp (`created_at`, `start_time`, `end_time`). What the control plane counts with is
+There are two kinds of time. Times for users are timestamps (`created_at`, `start_time`, `end_time`). Times for the control plane are
 seconds of the database's clock since 1970 (`lease_until`, `not_before`), because no other clock may decide who owns an attempt.
 
 No column stores how many GPUs are free: the view `vm_overview` counts the rows of `reservations`.
@@ -44,17 +44,17 @@ from groupwise.api.schemas.fleet import UNPREPARED
 Document = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 """A JSON value; binary in PostgreSQL. None is NULL, never JSON's own null."""
 Serial = BigInteger().with_variant(Integer(), "sqlite")
-"""A number that the database gives; SQLite counts only in a column that is plainly an integer."""
+"""A number that the database assigns; SQLite does so only for columns of the exact type INTEGER."""
 
 
 class Moment(TypeDecorator[datetime]):
-    """A timestamp with its zone, for people. SQLite keeps no zone, so what it keeps is UTC."""
+    """A timestamp with its zone, for users. SQLite stores no zone, so it is stored as UTC there."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Into the database: a time without a zone would be anybody's guess, so it is refused."""
+        """Convert for the database. A time without a zone is refused, since its meaning is unknown."""
         if value is None:
             return None
         assert value.tzinfo is not None, f"{value} has no time zone: datetime.now(UTC) has one"
@@ -62,7 +62,7 @@ class Moment(TypeDecorator[datetime]):
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Any:
-        """SQLite keeps anything: what is no time in a row by hand is none, until admission tells so, or it would hide all other rows."""
+        """In SQLite, a hand-written value that is no time reads as None instead of failing the query for all rows; admission reports it."""
         read: Any = super().result_processor(dialect, coltype)
 
         def readable(value: Any) -> datetime | None:
@@ -74,7 +74,7 @@ class Moment(TypeDecorator[datetime]):
         return readable if dialect.name == "sqlite" else read
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Out of it."""
+        """Convert from the database: times from SQLite get the zone UTC."""
         if value is None or value.tzinfo is not None:
             return value
         return value.replace(tzinfo=UTC)
@@ -107,7 +107,7 @@ _NAMES = {
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
-    """An index of the few rows that are looked for often; both databases have such."""
+    """An index of the few rows that are queried often; both databases support such partial indexes."""
     condition = text(where)
     return Index(name, *columns, unique=unique, postgresql_where=condition, sqlite_where=condition)
 
@@ -132,46 +132,46 @@ class VM(Base):
     transport: Mapped[str] = mapped_column(Text, server_default="ssh")
     """`ssh` or `local`."""
     jump: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """A host to go through: host, port, user, ssh_key_path, host_key."""
+    """A jump host: host, port, user, ssh_key_path, host_key."""
     host_key: Mapped[str | None] = mapped_column(Text)
-    """The pinned one, as `ssh-ed25519 AAAA…`; without it nothing but the key itself is read from the machine."""
+    """The pinned host key, as `ssh-ed25519 AAAA…`; without it nothing but the key itself is read from the machine."""
     seen_host_key: Mapped[str | None] = mapped_column(Text)
-    """The one that it showed last, where that is not the pinned one."""
+    """The host key that it showed last, if that is not the pinned one."""
     workdir: Mapped[str] = mapped_column(Text, server_default="groupwise-fleet")
     """Folder in which its runner keeps attempts, files and locks; relative to the home of `user`."""
     python: Mapped[str] = mapped_column(Text, server_default=UNPREPARED)
-    """The interpreter of the environment that jobs run in; its folder stands first on their PATH."""
+    """The interpreter of the environment that jobs run in; its folder comes first on their PATH."""
     labels: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     cpu_slots: Mapped[int | None] = mapped_column(Integer)
-    """How many jobs without GPUs may run at once; NULL: 1 where there are no GPUs, else 0."""
+    """Number of jobs without GPUs that may run at once; NULL: 1 if there are no GPUs, else 0."""
     projects: Mapped[list[str] | None] = mapped_column(Document)
-    """Only jobs of these projects are placed there; NULL: any project's."""
+    """Only jobs of these projects are placed there; NULL: jobs of any project."""
     deadman: Mapped[float | None] = mapped_column(Float)
     """Seconds without word from the control plane after which its runner ends a job; NULL: never."""
     probe: Mapped[list[str] | None] = mapped_column(Document)
-    """The command that is asked for the GPUs, as an argument list; NULL: nvidia-smi."""
+    """The command that reads the GPUs, as an argument list; NULL: nvidia-smi."""
     idle_memory_mb: Mapped[int] = mapped_column(Integer, server_default="500")
     """An idle GPU may still show this much memory as used."""
     active: Mapped[bool] = mapped_column(Boolean, server_default=true())
     """False: it was removed; the row stays for the history."""
     draining: Mapped[bool] = mapped_column(Boolean, server_default=false())
     cordoned: Mapped[str | None] = mapped_column(Text)
-    """Why nothing new is placed there; NULL where it is not cordoned."""
+    """Why nothing new is placed there; NULL if it is not cordoned."""
     lost_at: Mapped[float | None] = mapped_column(Float)
-    """An operator said that it will not come back."""
+    """When an operator declared that it will not come back."""
     contact: Mapped[str] = mapped_column(Text, server_default="new")
     """new, ok, unreachable or untrusted."""
     unreachable_since: Mapped[float | None] = mapped_column(Float)
     misses: Mapped[int] = mapped_column(Integer, server_default="0")
     problem: Mapped[str | None] = mapped_column(Text)
-    """The problem in words: the last error, or the output of nvidia-smi."""
+    """The problem as a message: the last error, or the output of nvidia-smi."""
     degraded: Mapped[bool] = mapped_column(Boolean, server_default=false())
     """Its probe printed unreadable lines; no job is placed there."""
     boot_id: Mapped[str | None] = mapped_column(Text)
     facts: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     """Last facts from its runner: cpus, ram_mb, disk_free_mb, python, load …"""
     observed_round: Mapped[float] = mapped_column(Float, server_default="0")
-    """When the observation that stands here was asked for; an older one is dropped."""
+    """When the stored observation was requested; an older one is dropped."""
     launch_failures: Mapped[int] = mapped_column(Integer, server_default="0")
     """Refused launches in a row; at a limit the machine is cordoned."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
@@ -181,7 +181,7 @@ class VM(Base):
 
 
 class GPU(Base):
-    """One GPU of a machine, and what was seen of it last. Only reservations say that it is taken."""
+    """One GPU of a machine, and its last observation. Only reservations make it taken."""
 
     __tablename__ = "gpus"
     __table_args__ = (UniqueConstraint("vm_id", "uuid"),)
@@ -202,14 +202,14 @@ class GPU(Base):
     temperature: Mapped[int | None] = mapped_column(Integer)
     """Degrees Celsius."""
     quarantined: Mapped[str | None] = mapped_column(Text)
-    """Why no job gets it until an operator clears it."""
+    """The reason why no job gets it until an operator clears it."""
     accused: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """When a job's log said last that it is broken, which is no proof: job_id, epoch, at, said. NULL once an operator clears it."""
+    """The last report in a job's log that it is broken, which is no proof: job_id, epoch, at, said. NULL once an operator clears it."""
     observed_at: Mapped[float | None] = mapped_column(Float)
 
 
 class GPUHistory(Base):
-    """One line a minute and GPU, for a week."""
+    """One row per minute and GPU, kept for a week."""
 
     __tablename__ = "gpu_history"
 
@@ -221,26 +221,26 @@ class GPUHistory(Base):
 
 
 class Project(Base):
-    """A project, for which jobs are counted: a weight and quotas."""
+    """A project, to which jobs belong: a weight and quotas."""
 
     __tablename__ = "projects"
 
     name: Mapped[str] = mapped_column(Text, primary_key=True)
     weight: Mapped[float] = mapped_column(Float, server_default="1")
     max_gpus: Mapped[int | None] = mapped_column(Integer)
-    """Most GPUs of its running jobs together."""
+    """Maximum GPUs of its running jobs together."""
     max_waiting: Mapped[int | None] = mapped_column(Integer)
-    """Jobs that have not begun."""
+    """Maximum jobs that have not started."""
 
 
 class Job(Base):
-    """A job: what a submitter wants to run."""
+    """A job, as its submitter requested it, and its state."""
 
     __tablename__ = "jobs"
     __table_args__ = (
         UniqueConstraint("project", "idempotency_key"),
         _partial("ix_jobs_queue", "rank", "job_id", where="status = 'queued'"),
-        # With the id, so that no database sorts the jobs of a shape when its statistics tell it that there are few.
+        # With the id: otherwise a database sorts the jobs of a shape when its statistics say that there are few.
         _partial("ix_jobs_shapes", "shape", "rank", "job_id", where="status = 'queued'"),
         _partial(
             "ix_jobs_waiting",
@@ -271,7 +271,7 @@ class Job(Base):
     """GRPO, SFT, EVAL, any kind that is registered, or COMMAND."""
     model: Mapped[str | None] = mapped_column(Text)
     dataset: Mapped[str | None] = mapped_column(Text)
-    """An absolute path is one on the machine, `org/name` one of the hub."""
+    """An absolute path is a path on the machine, `org/name` a dataset on the Hugging Face hub."""
     reward_function: Mapped[str | None] = mapped_column(Text)
     """A registered name or module:function; several are separated by commas."""
     preprocessing_pipeline: Mapped[str] = mapped_column(Text, server_default="generic")
@@ -289,14 +289,14 @@ class Job(Base):
     """Attempts of this generation that followed a failure."""
     failure_reason: Mapped[str | None] = mapped_column(Text)
     assigned_vm: Mapped[str | None] = mapped_column(Text)
-    """GPU index of rank 0 of the newest attempt."""
+    """The machine of rank 0 of the newest attempt."""
     gpu_index: Mapped[int | None] = mapped_column(Integer)
-    """The first GPU of rank 0 of the newest attempt."""
+    """Index of the first GPU of rank 0 of the newest attempt."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
     start_time: Mapped[datetime | None] = mapped_column(Moment)
     end_time: Mapped[datetime | None] = mapped_column(Moment)
     log_path: Mapped[str | None] = mapped_column(Text)
-    """Log of the newest attempt, below the folder of the control machine; NULL before there is one."""
+    """Log of the newest attempt, relative to the folder of the control machine; NULL before there is one."""
 
     project: Mapped[str] = mapped_column(Text, server_default="default")
     name: Mapped[str | None] = mapped_column(Text)
@@ -304,27 +304,27 @@ class Job(Base):
     request: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     """The request beyond the columns: a `JobRequest` (request.py) as JSON."""
     spec: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """The spec that admission made of the row: a `JobSpec` (jobs/hosts/spec.py) as JSON; the same for all attempts."""
+    """The spec that admission made from the row: a `JobSpec` (jobs/hosts/spec.py) as JSON; the same for all attempts."""
     spec_hash: Mapped[str | None] = mapped_column(Text)
     resources: Mapped[dict[str, Any] | None] = mapped_column(Document)
     """Admitted `Resources` (resources.py) as JSON."""
     shape: Mapped[str | None] = mapped_column(Text)
     """Hash of `resources` and project: jobs of one shape can run in the same places."""
     due: Mapped[float | None] = mapped_column(Float)
-    """Its place in its project, lowest first: when it was made, in seconds since 1970, less an hour for each step of priority."""
+    """Its place in its project, lowest first: its creation in seconds since 1970, less an hour for each step of priority."""
     rank: Mapped[float | None] = mapped_column(Float)
-    """Its place in the queue, lowest first: `due`, or when those before it in its project have had their turns."""
+    """Its place in the queue, lowest first: `due`, or the time when those before it in its project have had their turns."""
     admitted_at: Mapped[float | None] = mapped_column(Float)
     not_before: Mapped[float] = mapped_column(Float, server_default="0")
     waiting_since: Mapped[float | None] = mapped_column(Float)
-    """Since when it could have begun, had there been room; NULL while it runs."""
+    """Time since when it could have started, had there been room; NULL while it runs."""
     generation: Mapped[int] = mapped_column(Integer, server_default="0")
-    """How often `retry` has started it again."""
+    """Number of times that `retry` has started it again."""
     spent: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
-    """Failures of this generation by class, and `charged`: what budgets are counted with."""
+    """Failures of this generation by class, and `charged`: the counters for the retry budgets."""
     blocked_reasons: Mapped[list[str] | None] = mapped_column(Document)
     blocked_on: Mapped[str | None] = mapped_column(Text)
-    """The job that it waits for; NULL where it waits for room."""
+    """The job that it waits for; NULL if it waits for room."""
     cancel_requested_at: Mapped[float | None] = mapped_column(Float)
     exit_code: Mapped[int | None] = mapped_column(Integer)
     idempotency_key: Mapped[str | None] = mapped_column(Text)
@@ -352,14 +352,14 @@ class Attempt(Base):
     failure_class: Mapped[str | None] = mapped_column(Text)
     charged: Mapped[bool | None] = mapped_column(Boolean)
     evidence: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
-    """Why it is believed to have ended so: exit record, boot ids, last lines, who said so."""
+    """The evidence for its end: exit record, boot ids, last lines, and their sources."""
     owner: Mapped[str | None] = mapped_column(Text)
     lease_until: Mapped[float] = mapped_column(Float, server_default="0")
     contact: Mapped[str] = mapped_column(Text, server_default="ok")
     unreachable_since: Mapped[float | None] = mapped_column(Float)
     cleanup: Mapped[str] = mapped_column(Text, server_default="pending")
     resume_from: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """The mirrored checkpoint that it begins with: step and manifest."""
+    """The mirrored checkpoint from which it resumes: step and manifest."""
     previous_failure: Mapped[str | None] = mapped_column(Text)
     spec: Mapped[dict[str, Any] | None] = mapped_column(Document)
     """The spec if it differs from the job's: a smaller batch after the GPU ran out of memory."""
@@ -380,7 +380,7 @@ class Member(Base):
     state: Mapped[str | None] = mapped_column(Text)
     """The last `MemberState` from its runner; NULL if no request was ever sent."""
     handle: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
-    """pid, start ticks, boot id and how it was started, as its runner said."""
+    """pid, start ticks, boot id and how it was started, as its runner reported."""
     log_offset: Mapped[int] = mapped_column(BigInteger, server_default="0")
     """Bytes of its log that are on the control machine's disk."""
     log_shipped: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -414,7 +414,7 @@ class Reservation(Base):
     vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"))
     gpu_id: Mapped[int | None] = mapped_column(ForeignKey("gpus.gpu_id"))
     slot: Mapped[int | None] = mapped_column(Integer)
-    """The CPU slot, where no GPU is held."""
+    """The CPU slot, if no GPU is held."""
     share_mb: Mapped[int | None] = mapped_column(Integer)
     """Memory of the GPU that is held; NULL: all of it."""
     epoch: Mapped[int] = mapped_column(ForeignKey("attempts.epoch"), index=True)
@@ -424,7 +424,7 @@ class Reservation(Base):
 
 
 class Checkpoint(Base):
-    """A complete checkpoint of a job that lies on the control machine."""
+    """A complete checkpoint of a job that is stored on the control machine."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (
@@ -445,11 +445,11 @@ class Checkpoint(Base):
 
 
 NEWEST_FIRST = (Checkpoint.epoch.desc(), Checkpoint.step.desc(), Checkpoint.path.desc())
-"""The one order of a job's checkpoints, by which attempts resume, rows are kept and people see them: the newest attempt that has left any
-first, and of that one's the one with the most steps.
+"""The one order of a job's checkpoints, used to resume attempts, to keep rows and to list them: first those of the newest attempt that has
+left any, and of these the one with the most steps.
 
-Attempts resume from the newest, so steps grow from each epoch to the next, also where `retry` began a new generation. Where they do not
-grow, the job has decided to start over; then its newer course counts, though the older one was further.
+Attempts resume from the newest, so steps grow from each epoch to the next, also if `retry` started a new generation. If they do not grow,
+the job has decided to start over; then its newer checkpoints count, although the older ones were further.
 """
 
 
@@ -485,7 +485,7 @@ class Event(Base):
 
 
 class Cursor(Base):
-    """How far a reader of events has come: the tracker, webhooks."""
+    """The position up to which a reader of events has read: the tracker, webhooks."""
 
     __tablename__ = "cursors"
 
@@ -516,7 +516,7 @@ class ApiKey(Base):
     role: Mapped[str] = mapped_column(Text)
     digest: Mapped[bytes] = mapped_column(LargeBinary)
     projects: Mapped[list[str] | None] = mapped_column(Document)
-    """NULL: all."""
+    """NULL: all projects."""
     note: Mapped[str | None] = mapped_column(Text)
     created_at: Mapped[float] = mapped_column(Float)
     expires_at: Mapped[float | None] = mapped_column(Float)

@@ -1,12 +1,12 @@
-"""Rules that the database itself enforces: which state may follow which, what never changes again, what may not overlap.
+"""Rules that the database itself enforces: which state may follow which, which values never change, which rows may not overlap.
 
-`states.py` is the table; here each line of it becomes a trigger, in the words of either database, so that no program of any version and
-no person at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and recreates them at
-each migration, so they always agree with the code.
+`states.py` has the table of states; here each line of it becomes a trigger, in the SQL of either database, so no program of any version
+and no user at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and recreates the
+triggers at each migration, so they always agree with the code.
 
-SQLite needs three kinds more. It keeps anything in any column, and one row that cannot be read would hide all others. Its `INSERT OR
-REPLACE` deletes what is in the way without asking the triggers of deletions, so that no row may come where another of its key is. And it
-heeds references between tables only for a connection that asks for it, which is rare at a prompt.
+SQLite needs three more kinds. It stores any type in any column, and one unreadable row would hide all others. Its `INSERT OR REPLACE`
+deletes conflicting rows without firing delete triggers, so inserting a row with an existing key is refused. And it enforces foreign keys
+only for connections that enable them, which is rare at a prompt.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from groupwise.jobs.fleet.store.tables import Attempt, Base, Event, Job, Member,
 Word = TypeVar("Word", bound=StrEnum)
 
 PREFIX = "fleet_"
-"""Prefix of the names of our triggers and their functions; others belong to someone else."""
+"""Prefix of the names of our triggers and their functions; other triggers in the database are not ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: a condition that a row may not fulfil."""
+    """A rule: a condition that no row may fulfil."""
 
     name: str
     table: str
     on: str
     """INSERT, UPDATE or DELETE; for SQLite also UPDATE OF a column."""
     refused: str
-    """Condition on NEW and OLD, in SQL that both databases read; `<~>` is "differs from", NULL being a value like others."""
+    """Condition on NEW and OLD, in SQL that both databases read; `<~>` means "differs from", with NULL as an ordinary value."""
     message: str
     about: str = ""
-    """A part of that condition, if there are rows which it leaves out, that a row fulfils by itself; `refused` is asked of such rows."""
+    """Optional cheap filter on the row alone: `refused` is evaluated only for rows that fulfil it."""
     early: bool = False
-    """Asked before a row is inserted, which otherwise is looked at when it stands there: only then SQLite has given it its number."""
+    """Check before the row is inserted. By default the check comes after, since SQLite assigns the row's number only then."""
     lock: str = ""
-    """A statement for PostgreSQL, so that rows which others write at the same time are seen; SQLite has one writer."""
+    """A statement for PostgreSQL that locks rows first, to see rows that others write at the same time; SQLite has a single writer."""
 
 
 def rules() -> tuple[Rule, ...]:
-    """Those that are the same in both databases, in the order in which they are asked: PostgreSQL goes by name."""
+    """The rules that both databases share, in the order of their checks; PostgreSQL fires triggers by name."""
     return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events(), *_of_places())
 
 
@@ -99,7 +99,7 @@ OF_THE_CONTROL_PLANE = (
     ),
     ("spent", "'{}'"),
 )
-"""Columns of a job that its row begins without: what stands there decides what is run, and when."""
+"""Columns of a job that only the control plane writes, with the values of a new row: they decide which command runs, and when."""
 
 
 FROZEN = ("spec", "spec_hash", "resources", "admitted_at")
@@ -257,7 +257,7 @@ def _may_hold(attempt: str) -> str:
 def _of_reservations() -> Iterator[Rule]:
     columns = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
     holding = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
-    # vm_id stands in these for the index of open reservations, which begins with it.
+    # `vm_id` is in these conditions for the index of open reservations, whose first column it is.
     beside = (
         "FROM reservations WHERE vm_id = NEW.vm_id AND gpu_id = NEW.gpu_id AND released_at IS NULL"
     )
@@ -324,7 +324,7 @@ _IN_USE = "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND releas
 
 
 def _of_places() -> Iterator[Rule]:
-    """An address may change with the network; what makes a machine another place for the runner may not, while it runs something."""
+    """An address may change with the network. The columns that would make it another place for the runner may not, while something runs."""
     place = ("transport", "user", "workdir")
     changed = " OR ".join(f'NEW."{column}" <~> OLD."{column}"' for column in place)
     yield Rule(
@@ -361,7 +361,7 @@ def _of_documents(dialect: str) -> Iterator[Rule]:
 
 
 def _of_times() -> Iterator[Rule]:
-    """PostgreSQL knows times that are none for any program: infinity, and years before the first."""
+    """PostgreSQL stores times that no program can represent: infinity, and years before 1."""
     times = [
         c.name
         for c in Base.metadata.tables[Job.__tablename__].columns
@@ -374,9 +374,9 @@ def _of_times() -> Iterator[Rule]:
 
 
 def _of_machines(dialect: str) -> Iterator[Rule]:
-    """Rows of machines are written by hand and read all at once, so that one which cannot be read would hide all others."""
+    """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
     wrong = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
-    if dialect == "sqlite":  # which keeps anything in any column
+    if dialect == "sqlite":  # which stores any type in any column
         wrong |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
         wrong["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
     yield Rule(
@@ -411,14 +411,14 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
 
 
 def _another_engine(dialect: str) -> str:
-    """SQL condition: the name of the engine changes. One engine cannot say what became of jobs that another one started."""
+    """SQL condition: the name of the engine changes. A new engine cannot report on jobs that the old one started."""
     read = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
     return f"({read.format('NEW')}) <~> ({read.format('OLD')})"
 
 
 def _no_name(dialect: str, value: str) -> str:
-    """SQL condition that is true if the value is no name by the pattern of `api/schemas/fleet.py`. GLOB reads no further than a NUL, and
-    counts no bytes.
+    """SQL condition: the value is no name by the pattern of `api/schemas/fleet.py`. The extra checks are needed because GLOB stops at a NUL
+    and cannot count bytes.
     """
     if dialect == "postgresql":
         return f"{value} !~ '{NAME}'"
@@ -453,7 +453,7 @@ _KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
 
 
 def _of_values() -> Iterator[Rule]:
-    """Rules for changes to the columns of a job. Admission reads new rows whatever they hold (except their id) and gives its reasons."""
+    """Rules for changes to the columns of a job. New rows may hold anything but a wrong id: admission reads them and reports problems."""
     jobs = Base.metadata.tables[Job.__tablename__]
     yield _type_rule(
         "job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text"
@@ -493,8 +493,8 @@ def _of_replacements() -> Iterator[Rule]:
 
 
 def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
-    """Columns that no two rows share, and among which rows; a whole number that counts by itself is none before it is given. In the
-    same order in every process: SQLAlchemy keeps them as sets."""
+    """Sets of columns that no two rows share, each with a condition for the rows concerned. An autoincremented number is NULL before it is
+    assigned, and so conflicts with nothing. The order is the same in every process, although SQLAlchemy keeps them as sets."""
     yield [column.name for column in table.primary_key.columns], ""
     for constraint in sorted(table.constraints, key=_name):
         if isinstance(constraint, UniqueConstraint):
@@ -509,7 +509,7 @@ def _name(constraint: Constraint | Index) -> str:
 
 
 def _among(index: Index) -> str:
-    """Both rows are of those that the index is about."""
+    """SQL: both rows fulfil the condition of a partial index."""
     where = index.dialect_options["sqlite"]["where"]
     if where is None:
         return ""
@@ -521,7 +521,7 @@ def _among(index: Index) -> str:
 
 
 def _of_references() -> Iterator[Rule]:
-    """Rules that a referenced row exists: an attempt whose job or machine is deleted would have no owner."""
+    """Rules that a referenced row stays: an attempt whose job or machine is deleted would have no owner."""
     for name, table in sorted(Base.metadata.tables.items()):
         for key in sorted(table.foreign_keys, key=lambda each: each.column.table.name):
             named, column = key.column.table.name, key.column.name
@@ -576,7 +576,7 @@ def _words(words: Iterable[StrEnum]) -> str:
     return f"{', '.join(others)} or {last}" if others else str(last)
 
 
-# --- their SQL ------------------------------------------------------------------------------------
+# --- the SQL of the rules -------------------------------------------------------------------------
 
 
 def _when(rule: Rule) -> str:
@@ -597,8 +597,8 @@ def _sqlite(rule: Rule) -> Iterator[str]:
 
 
 def _postgresql(rule: Rule) -> Iterator[str]:
-    """A condition on the row alone is the condition of the trigger, so that no function is called for rows that may be. That condition
-    may not look at other rows, so a function does."""
+    """A condition on the row alone becomes the trigger's WHEN, so no function is called for allowed rows. WHEN may not read other rows, so
+    a condition that does is checked in the function."""
     about, refused = (
         text.replace("<~>", "IS DISTINCT FROM") for text in (rule.about, rule.refused)
     )
@@ -622,7 +622,7 @@ def _postgresql(rule: Rule) -> Iterator[str]:
 
 
 NEVER_EMPTIED = ("events", "jobs", "attempts", "attempt_members", "reservations", "vms", "gpus")
-"""Tables with rows that must not go, which TRUNCATE would not ask about."""
+"""Tables with rows that must not be removed; TRUNCATE would not fire their delete triggers."""
 
 
 def _no_truncation(table: str) -> Iterator[str]:

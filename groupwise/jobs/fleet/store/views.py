@@ -1,8 +1,8 @@
-"""Views of what is free now: from reservations, which are authoritative, and from observations, which only subtract.
+"""Views of free capacity: from reservations, which are authoritative, and from observations, which only subtract.
 
-`gpu_free` has a line for each GPU, `vm_overview` one for each machine, with `total_gpus` and `available_gpus` beside its columns. They are
-for people and dashboards; placement reads the rows themselves, and also checks how old an observation is. What an untracked attempt holds
-(`queue/untracked_processes.py`) counts as free here.
+`gpu_free` has a line for each GPU, `vm_overview` one for each machine, with `total_gpus` and `available_gpus` in addition to its columns.
+They are for users and dashboards; placement reads the rows themselves, and also checks the age of an observation. Capacity that an
+untracked attempt holds (`queue/untracked_processes.py`) counts as free here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LEFT JOIN (
 """
 
 NAMES = ("vm_overview", "gpu_free")
-"""Views that depend on others first: the order in which they can be dropped."""
+"""The views in the order in which they can be dropped: those that depend on others first."""
 
 
 def statements() -> Iterator[str]:
@@ -68,7 +68,7 @@ gpu_free = Table(
     Column("usable", Boolean),
     Column("available", Boolean),
 )
-"""`reserved`: as a whole; `shared_mb`: held by shares; `usable`: it would be, were it free; `available`: and no part of it is held."""
+"""`reserved`: as a whole; `shared_mb`: held by shares; `usable`: jobs could get it if it were free; `available`: usable and wholly free."""
 
 vm_overview = Table(
     "vm_overview",

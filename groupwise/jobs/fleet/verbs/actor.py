@@ -1,7 +1,7 @@
-"""The actor that calls a verb: a person at the command line, or the holder of a key of its API.
+"""The actor that calls a verb: a user at the command line, or the holder of a key of its API.
 
-Every verb takes an `Actor`. Its name stands in the events of what it changed. Its projects are what it may see: for the actor, a job of
-another project does not exist, and no answer reveals it. Machines belong to no project, and only an actor without projects changes them.
+Every verb takes an `Actor`. Its name is recorded in the events of its changes. It can see its projects: for the actor, a job of another
+project does not exist, and no answer reveals it. Machines belong to no project, and only an actor bound to no project changes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Actor:
         return self.projects is None or project in self.projects
 
     def require_all_projects(self, what: str) -> None:
-        """Raise `forbidden` unless it is bound to no project; `what` is what it wanted: `drain a machine`."""
+        """Raise `forbidden` if the actor is bound to projects; `what` is the refused operation: `drain a machine`."""
         if self.projects is not None:
             bound = ", ".join(sorted(self.projects)) or "none"
             raise Refusal(

@@ -1,7 +1,7 @@
-"""Turns rows into the documents that `--json` prints, that the API answers, and that tables are made of.
+"""Turns rows into the documents that `--json` prints, that the API returns, and that tables are made of.
 
-The columns that people know keep their names. A timestamp is ISO 8601 in UTC; seconds of the database's clock stay numbers. The request
-of a job is shown as it was given: it names secrets and never holds one.
+Columns that users know keep their names. A timestamp is ISO 8601 in UTC; seconds of the database's clock stay numbers. The request of a job
+is shown unchanged: it names secrets and never holds one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROJECT_FIELDS = tuple("name weight max_gpus max_waiting".split())
 
 
 def iso(moment: datetime | None) -> str | None:
-    """A timestamp of the database in UTC; SQLite gives them without their zone, and they are UTC."""
+    """A timestamp of the database in UTC; SQLite returns timestamps without a zone, and they are UTC."""
     if moment is None:
         return None
     aware = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
@@ -58,12 +58,12 @@ def iso(moment: datetime | None) -> str | None:
 
 
 def job_summary(job: Job) -> Document:
-    """A line of a list."""
+    """The short document of a job in a list."""
     return {name: getattr(job, name) for name in LISTED_FIELDS} | _times(job)
 
 
 def job_document(job: Job) -> Document:
-    """All that its row says, but for the spec, which is long and follows from the request."""
+    """All columns of its row except the spec, which is long and follows from the request."""
     arguments = None if job.spec is None else job.spec.get("arguments")
     return (
         {name: getattr(job, name) for name in JOB_FIELDS} | _times(job) | {"arguments": arguments}
@@ -81,7 +81,7 @@ def _times(job: Job) -> Document:
 def attempt_document(
     attempt: Attempt, members: list[Member], reservations: list[tuple[Reservation, GPU | None]]
 ) -> Document:
-    """One execution, with its members and the GPUs that each of them was given."""
+    """One attempt, with its members and the GPUs of each."""
     return {
         "epoch": attempt.epoch,
         "generation": attempt.generation,
@@ -160,12 +160,12 @@ def machine_state(vm: VM) -> str:
 
 
 def gpu_document(gpu: GPU, open_reservations: list[Document]) -> Document:
-    """A GPU as it was last seen, with its holders."""
+    """A GPU as last observed, with its holders."""
     return {name: getattr(gpu, name) for name in GPU_FIELDS} | {"held_by": open_reservations}
 
 
 def process_document(process: ControlProcess, now: float) -> Document:
-    """A process of the control plane, and how long ago it was heard of."""
+    """A process of the control plane, and the seconds since its last heartbeat."""
     return {
         "owner": process.owner,
         "role": process.role,
@@ -184,5 +184,5 @@ def project_document(project: Project) -> Document:
 
 
 def key_document(key: ApiKey) -> Document:
-    """A key as a document, without the text that would let it be used."""
+    """A key as a document, without its secret text."""
     return {name: getattr(key, name) for name in KEY_FIELDS}

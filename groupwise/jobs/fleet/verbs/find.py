@@ -1,6 +1,6 @@
-"""Finds rows by the names that people give, or refuses with a list of those that exist.
+"""Finds rows by the names that users give, or refuses with a list of those that exist.
 
-A verb that changes a row gets it locked, so that what it has checked still holds when it writes.
+A verb that changes a row locks it, so that its checks still hold when it writes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from groupwise.jobs.fleet.verbs.actor import Actor
 Columns = TypeVarTuple("Columns")
 
 MOST_NAMES = 20
-"""Most names that a refusal lists."""
+"""Maximum names that a refusal lists."""
 NEAR = 200
-"""Newest jobs among which a misspelt id is looked for."""
+"""Number of newest jobs that are searched for an id similar to a misspelt one."""
 _INDEX = re.compile(r"[0-9]{1,9}")
-"""Index of a GPU; longer ones exist in no column."""
+"""Index of a GPU; more digits fit into no column."""
 
 
 def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
@@ -36,7 +36,7 @@ def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> J
 
 
 def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) -> Refusal:
-    """The refusal for an unknown id; `near`: with the most similar id, which needs a look at many rows."""
+    """The refusal for an unknown id. `near`: add the most similar id, which requires reading many rows."""
     if not near:
         return Refusal("unknown_job", f"there is no job {job_id!r}.")
     query = visible(select(Job.job_id).order_by(Job.created_at.desc()).limit(NEAR), actor)

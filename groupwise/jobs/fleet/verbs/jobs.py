@@ -1,7 +1,7 @@
-"""The verbs for submitted jobs: look, cancel, hold and release, retry.
+"""The verbs for submitted jobs: list and show, cancel, hold and release, retry.
 
-Each change of a job writes an event in the same transaction. Nothing here speaks to a machine: to cancel a running job means to set a flag
-in its row; the dispatcher that owns its attempt ends it, and records when that is done.
+Each change of a job writes an event in the same transaction. Nothing here connects to a machine: cancelling a running job sets a flag in
+its row; the dispatcher that owns its attempt ends it, and records when that is done.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from groupwise.jobs.fleet.verbs.documents import (
 
 MOST_LISTED = 1000
 MOST_EVENTS = 200
-"""The newest events shown for one job."""
+"""Maximum events shown for one job, the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change to jobs, one by one and then together."""
+    """A change to jobs: a part for each job, and a part for all of them."""
 
     to_each: Callable[[Session, Actor, Job, int], None]
     """Changes one job, whose row is locked, or raises Refusal and changes nothing. The number: jobs of its project changed before it."""
@@ -74,7 +74,7 @@ class JobFilter:
     submitted_by: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     older_than: str | None = None
-    """A job id: only jobs made before it. Give the last of a list to get the next page."""
+    """A job id: only jobs made before it. Give the last id of a list to get the next page."""
     limit: int = 50
 
 
@@ -90,7 +90,7 @@ def filter_of(
     older_than: str | None = None,
     limit: int = 50,
 ) -> JobFilter:
-    """The filter, as GET /jobs and the client name its parts. Raises `invalid_request`."""
+    """Build the filter from the parameters of GET /jobs and the client. Raises `invalid_request`."""
     if ids is not None and len(ids) > MOST_LISTED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
     labels: dict[str, str] = {}
@@ -136,7 +136,7 @@ def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
     return found
 
 
-# Looking
+# Showing
 
 
 def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Document]:
@@ -174,7 +174,7 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
 
 
 def show(session: Session, actor: Actor, job_id: str) -> Document:
-    """All about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and what happened to it."""
+    """Everything about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and its newest events."""
     job = find.job(session, actor, job_id)
     found = job_document(job) | {
         "waiting": why_waiting(session, job),
@@ -186,7 +186,7 @@ def show(session: Session, actor: Actor, job_id: str) -> Document:
 
 
 def attempts(session: Session, job_id: str) -> list[Document]:
-    """The attempts of a job, the first one first."""
+    """The attempts of a job, the oldest first."""
     found = session.scalars(
         select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
     ).all()
@@ -230,7 +230,7 @@ def why_waiting(session: Session, job: Job) -> list[str]:
 
 
 def progress(session: Session, actor: Actor, job_id: str) -> Document:
-    """Status of a job for clients that follow it and ask often: its status, how it ended, and the epochs that may have logs."""
+    """A job's document for clients that poll it often: its status, how it ended, and the epochs that may have logs."""
     job = find.job(session, actor, job_id)
     epochs = session.scalars(
         select(Attempt.epoch).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
@@ -244,43 +244,43 @@ def progress(session: Session, actor: Actor, job_id: str) -> Document:
     }
 
 
-# Ending, holding, trying again
+# Cancelling, holding, retrying
 
 
 def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = None) -> Document:
-    """Cancel a job. A waiting job is cancelled at once; a running one once nothing of it is left on its machines.
+    """Cancel a job. A waiting job is cancelled at once; a running one once none of it is left on its machines.
 
-    To cancel it twice changes nothing. Raises `job_state` for a job that has ended otherwise.
+    Safe to repeat. Raises `job_state` for a job that has ended otherwise.
     """
     return _alone(session, actor, job_id, cancelling(reason))
 
 
 def hold(session: Session, actor: Actor, job_id: str) -> Document:
-    """Have a job wait until it is released. Raises `job_state` for one that runs or has ended."""
+    """Keep a waiting job from starting until it is released. Raises `job_state` for one that runs or has ended."""
     return _alone(session, actor, job_id, holding)
 
 
 def release(session: Session, actor: Actor, job_id: str) -> Document:
-    """Let a held job go on. Raises `job_state` for one that is not held."""
+    """Allow a held job to start. Raises `job_state` for one that is not held."""
     return _alone(session, actor, job_id, releasing)
 
 
 def retry(
     session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = UNLESS_TOLD
 ) -> Document:
-    """Start a failed or cancelled job again, with its failure budgets restored. Raises `job_state` for any other job, and if as many
-    jobs of its project wait as may.
+    """Start a failed or cancelled job again, with its failure budgets restored. Raises `job_state` for any other job, and if the maximum of
+    waiting jobs of its project is reached.
 
-    Its request is read and expanded again, and it resumes from its last checkpoint if it has left one. If admission finds that it cannot
-    be run, it has failed again at once, with the reason.
+    Its request is read and expanded again, and it resumes from its last checkpoint if there is one. If admission rejects it, it has failed
+    again at once, with the reason.
     """
     return _alone(session, actor, job_id, retrying(allowed))
 
 
 def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
-    """Make one change to many jobs, in one transaction. Returns each as it is then, or its `job_id` and `error` if it was refused.
+    """Make one change to many jobs, in one transaction. Returns each job's new document, or its `job_id` and `error` if it was refused.
 
-    The jobs are locked in one order, and then their projects in one order, so that two callers wait for each other instead of deadlocking.
+    The jobs are locked in one order, and then their projects in one order: two callers wait for each other instead of deadlocking.
     Waiting jobs are woken once, at the end.
     """
     if len(ids) > MOST_CHANGED:

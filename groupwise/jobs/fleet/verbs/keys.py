@@ -1,4 +1,4 @@
-"""Keys of the fleet's HTTP interface: made, listed and revoked by actors that are bound to no project; only their hashes are kept.
+"""Keys of the fleet's HTTP API: made, listed and revoked by actors that are bound to no project; only their hashes are stored.
 
 The form of a key is that of `groupwise.api.schemas.keys`. Added here are the projects it is bound to, and its expiry.
 """
@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.verbs.documents import Document, key_document
 from groupwise.jobs.fleet.verbs.machines import LOCAL
 
 ROLES: Mapping[str, Role] = {"read": Role.READ, "act": Role.ACT, "admin": Role.ADMIN}
-"""Role names as a fleet calls them."""
+"""Role names in a fleet."""
 
 
 def make(
@@ -34,7 +34,7 @@ def make(
     lasts: float | None = None,
     note: str | None = None,
 ) -> Document:
-    """Make a key; its text stands under `key` in this document and nowhere else. `lasts`: seconds; None: until revoked."""
+    """Make a key; its text is in `key` of this document and nowhere else. `lasts`: seconds; None: until revoked."""
     actor.require_all_projects("make a key")
     if role not in ROLES:
         raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
@@ -107,7 +107,7 @@ def revoke(session: Session, actor: Actor, key_id: str) -> Document:
 
 
 def listing(session: Session, actor: Actor) -> list[Document]:
-    """All keys, the newest first, without the texts that would let them be used."""
+    """All keys, the newest first, without their secret texts."""
     actor.require_all_projects("list keys")
     rows = session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc(), ApiKey.key_id))
     return [key_document(key) for key in rows]

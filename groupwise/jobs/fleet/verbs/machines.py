@@ -1,14 +1,14 @@
-"""The verbs for the machines of a fleet: add one, look, keep new work away, give one up.
+"""The verbs for the machines of a fleet: add one, show it, keep new work away, give one up.
 
-    drain      nothing new is placed there; what runs goes on
-    cordon     the same, with a reason; the fleet itself cordons a machine that fails every launch
-    lost       an operator declares that it will not come back: its attempts end as `host_lost`, and what they held is free again. If it
-               answers after all, a dispatcher ends the given-up attempts there, and then it takes work again by itself
+    drain      nothing new is placed there; running jobs continue cordon     the same, with a reason; the fleet itself cordons a machine
+    that fails every launch lost       an operator declares that it will not come back: its attempts end as `host_lost`, and their GPUs are
+    free again. If it answers
+               after all, a dispatcher ends the given-up attempts there, and then it takes work again by itself
     remove     it leaves the fleet, once nothing runs there; its row stays for the history. If it is added again while a given-up attempt
                may be left there, it counts as lost until a dispatcher has ended that
-    trust      the host key that it shows is the right one
+    trust      pins the host key that it shows
 
-Nothing here speaks to a machine. The poller looks at a new one because there is a row, and the dispatchers see every flag before they
+Nothing here connects to a machine. The poller observes a new one because its row exists, and the dispatchers see every flag before they
 place or launch anything.
 """
 
@@ -52,11 +52,11 @@ from groupwise.jobs.fleet.verbs.documents import (
 VM_ID = re.compile(NAME)
 """Names of machines; a trigger refuses others in rows that are written by hand."""
 MOST_EVENTS = 20
-"""The newest events shown for one machine."""
+"""Maximum events shown for one machine, the newest."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
 WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")
-"""Columns that say how a machine is reached; they may change with the network, while something runs there."""
+"""Columns with the address of a machine; they may change with the network, while something runs there."""
 FOLDER = "groupwise-fleet"
 """A runner's folder for all its files; the same as the database's default."""
 PLACE = ("user", "workdir")
@@ -83,7 +83,7 @@ class NewMachine:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     cpu_slots: int | None = None
     projects: Sequence[str] | None = None
-    """Only jobs of these projects are placed there; None: any project's."""
+    """Only jobs of these projects are placed there; None: jobs of any project."""
     deadman: float | None = None
     probe: Sequence[str] | None = None
     idle_memory_mb: int | None = None
@@ -91,7 +91,7 @@ class NewMachine:
     """The engine that starts jobs for the machine (`groupwise.api.schemas.fleet.EngineBody`); None: the machine itself."""
 
     def problems(self) -> Iterable[str]:
-        """Say what is wrong with the description."""
+        """The problems of the description, as messages."""
         fields = {name: getattr(self, name) for name in NewMachine.__slots__}
         yield from text_problems(fields, "")
         if self.jump is not None:
@@ -149,7 +149,7 @@ def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
 
 
 def add(session: Session, actor: Actor, new: NewMachine) -> Document:
-    """Take a machine into the fleet, or back into it. Raises `invalid_request` or `vm_exists`."""
+    """Add a machine to the fleet, or add it back. Raises `invalid_request` or `vm_exists`."""
     actor.require_all_projects("add a machine")
     if wrong := list(new.problems()):
         raise Refusal("invalid_request", "; ".join(wrong) + ".")
@@ -163,7 +163,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         )
     before = None if is_new else {"active": False}
     _describe(vm, new)
-    vm.observed_round = seconds(session)  # a look that has begun before sees the machine as it was
+    vm.observed_round = seconds(session)  # an observation that started before saw the old machine
     _require_own_folder(session, vm)
     # Rows of GPUs stay for the history, and would be counted.
     gpus = select(GPU.gpu_id).where(GPU.vm_id == new.vm_id).limit(1)
@@ -188,7 +188,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
 
 
 def _require_own_folder(session: Session, vm: VM) -> None:
-    """Refuse a folder that another machine uses: each would take the other's jobs for undriven ones and end them."""
+    """Refuse a folder that another machine uses: each would take the other's jobs for stray ones and end them."""
     same = {name: getattr(vm, name) for name in ("transport", "workdir")}
     if vm.transport != LOCAL:
         same |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
@@ -209,7 +209,7 @@ def _make_row(session: Session, vm_id: str) -> bool:
 
 
 def _left_there(session: Session, vm_id: str) -> bool:
-    """True if an attempt was given up there and has not been seen to be over."""
+    """True if an attempt that was given up may still run there."""
     given_up = (
         select(Member.epoch)
         .join(Attempt, Attempt.epoch == Member.epoch)
@@ -224,7 +224,7 @@ def _left_there(session: Session, vm_id: str) -> bool:
 
 
 def _describe(vm: VM, new: NewMachine) -> None:
-    """Set all columns that describe the machine, and reset what is known of an earlier one of this name."""
+    """Set all columns that describe the machine, and reset the state of an earlier machine of this name."""
     for name in (
         "ip_address",
         "port",
@@ -244,7 +244,7 @@ def _describe(vm: VM, new: NewMachine) -> None:
     vm.engine = None if new.engine is None else _without_defaults(new.engine)
     if new.workdir is not None:
         vm.workdir = new.workdir
-    elif new.engine is not None:  # several rows may stand for the parts of one cluster
+    elif new.engine is not None:  # several rows may represent the parts of one cluster
         vm.workdir = f"{FOLDER}-{new.vm_id}"
     if new.python is not None:
         vm.python = new.python
@@ -260,18 +260,18 @@ def _without_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
     return EngineBody.model_validate(dict(engine)).model_dump(exclude_defaults=True)
 
 
-# Looking
+# Showing
 
 
 def listing(session: Session, actor: Actor, *, removed: bool = False) -> list[Document]:
-    """All machines with what is free there, by name; with `removed` also those that were removed."""
+    """All machines with their free capacity, by name; with `removed` also those that were removed."""
     query = select(VM).order_by(VM.vm_id)
     rows = session.scalars(query if removed else query.where(VM.active)).all()
     return [_with_gpus(session, actor, vm) for vm in rows]
 
 
 def show(session: Session, actor: Actor, vm_id: str) -> Document:
-    """One machine with its GPUs, what runs there, and what was done with it. Raises `unknown_vm`."""
+    """One machine with its GPUs, the jobs there, and its newest events. Raises `unknown_vm`."""
     vm = find.machine(session, vm_id)
     # Events of the machine itself; those of its jobs are listed with the jobs.
     of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
@@ -319,7 +319,7 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
 
 
 def _engine_slots(vm: VM, in_use: int) -> Document:
-    """Slots of the machine's engine; None if it has none."""
+    """Slots of the machine's engine; None values if it has no engine."""
     engine = elastic.elastic_of(vm.engine)
     if engine is None:
         return {"total_slots": None, "available_slots": None}
@@ -354,7 +354,7 @@ def fingerprint(key: str | None) -> str | None:
 
     try:
         return keys.parse(key).fingerprint
-    except UsageError:  # a row that was written by hand; it must not hide the others
+    except UsageError:  # a row that was written by hand must not hide the others
         return "unreadable"
 
 
@@ -362,7 +362,7 @@ def fingerprint(key: str | None) -> str | None:
 
 
 def drain(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Place nothing new there; what runs goes on. To drain it twice changes nothing."""
+    """Place nothing new there; running jobs continue. Safe to repeat."""
     return _set_draining(session, actor, vm_id, True)
 
 
@@ -390,7 +390,7 @@ def _set_draining(session: Session, actor: Actor, vm_id: str, draining: bool) ->
 
 
 def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
-    """Place nothing new there, and say why."""
+    """Place nothing new there, and record the reason."""
     actor.require_all_projects("cordon a machine")
     if not reason.strip():
         raise Refusal("invalid_request", "a cordon needs a reason, which its events keep.")
@@ -409,7 +409,7 @@ def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
 
 
 def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Place work there again; its failed launches are forgotten."""
+    """Place work there again, and reset its count of failed launches."""
     actor.require_all_projects("uncordon a machine")
     vm = find.active_machine(session, vm_id, lock=True)
     if vm.cordoned is not None:
@@ -426,7 +426,7 @@ def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
     return _with_gpus(session, actor, vm)
 
 
-# Giving one up
+# Giving up a machine
 
 
 def lost(session: Session, actor: Actor, vm_id: str) -> Document:
@@ -451,7 +451,7 @@ def lost(session: Session, actor: Actor, vm_id: str) -> Document:
 
 
 def remove(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Take a machine out of the fleet. Raises `vm_in_use` as long as anything runs there or holds something of it."""
+    """Take a machine out of the fleet. Raises `vm_in_use` while anything runs there or the machine holds anything of an attempt."""
     actor.require_all_projects("remove a machine")
     vm = find.machine(session, vm_id, lock=True)
     if not vm.active:
@@ -465,7 +465,7 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
 
 
 def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") -> None:
-    """Raise `vm_in_use` if attempts use the machine. `what` follows in the message; `then`: the step after draining it."""
+    """Raise `vm_in_use` if attempts use the machine. `what` is added to the message; `then`: the step after draining it."""
     attempts = _open_attempts(session, vm.vm_id)
     if not attempts:
         return
@@ -487,7 +487,7 @@ def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") ->
 
 
 def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
-    """Attempts that live on the machine, or of which something may still be there."""
+    """Attempts that are live on the machine, or may have left something there."""
     query = (
         select(Attempt)
         .join(Member, Member.epoch == Attempt.epoch)
@@ -506,7 +506,7 @@ def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
 def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) -> Document:
     """Pin the host key that the machine showed last. `shown`: the fingerprint that this key must have.
 
-    Without `shown`, the caller has seen the fingerprint and agreed. Raises `host_key_mismatch`.
+    If `shown` is None, the caller has seen the fingerprint and agreed. Raises `host_key_mismatch`.
     """
     actor.require_all_projects("trust a machine")
     vm = find.active_machine(session, vm_id, lock=True)
@@ -564,12 +564,13 @@ def change(
     idle_memory_mb: int | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> Document:
-    """Change a machine's row. A setting that is left out, or None, stays as it was.
+    """Change a machine's row. A setting that is left out, or None, is unchanged.
 
-    How it is reached: ip_address, port, user, ssh_key_path, jump ({}: none). The folder of its runner: workdir. The interpreter of its
-    jobs: python. Jobs without GPUs at once: cpu_slots. Whose jobs: projects ([]: any project's). By what jobs find it: labels (only those
-    given change; None removes one). Seconds of silence after which jobs end that begin from now on: deadman (0: never). How its GPUs are
-    read: probe, idle_memory_mb. What its engine has: engine (only the fields given change; None restores a default).
+    Its address: ip_address, port, user, ssh_key_path, jump ({}: none). The folder of its runner: workdir. The interpreter of its jobs:
+    python. The number of jobs without GPUs at once: cpu_slots. The projects that may use it: projects ([]: any). Labels by which jobs
+    select it: labels (only those given change; None removes one). Seconds of silence after which jobs that start from now on are ended:
+    deadman (0: never). Reading its GPUs: probe, idle_memory_mb. Options of its engine: engine (only the fields given change; None restores
+    a default).
 
     Running attempts keep their interpreter and their deadman. While something runs, changes that move the runner's root are refused:
     `vm_in_use`.
@@ -612,7 +613,7 @@ def change(
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
         _require_own_folder(session, vm)
-        vm.observed_round = seconds(session)  # a look that has begun before sees the old place
+        vm.observed_round = seconds(session)  # an observation that started before saw the old place
         vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
     _append_event(session, actor, events.VM_CHANGED, vm, before=before, after=after)
     requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
@@ -649,7 +650,7 @@ def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -
 
 
 def _as_columns(vm: VM, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Column values for the row."""
+    """Convert the changes into the values of columns."""
     found = dict(changes)
     if "labels" in changes:
         labels = {**(vm.labels or {}), **changes["labels"]}
@@ -668,7 +669,7 @@ def _as_columns(vm: VM, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_empty(session: Session, vm: VM, what: str) -> None:
-    """Refuse while something may run there, since it would be looked for in another place."""
+    """Refuse while something may run there: dispatchers would look for it in another place."""
     _require_unused(
         session, vm, f", so {what} now", then=f"then `groupwise fleet vm set {vm.vm_id}` again"
     )
@@ -681,7 +682,7 @@ def _require_empty(session: Session, vm: VM, what: str) -> None:
 
 
 def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:
-    """Clear the quarantine and accusation of a GPU, so that jobs get it again. `gpu`: index or UUID. Raises `unknown_gpu`."""
+    """Clear the quarantine and accusation of a GPU: jobs may use it again. `gpu`: index or UUID. Raises `unknown_gpu`."""
     actor.require_all_projects("clear the quarantine of a GPU")
     row = find.gpu(session, vm_id, gpu, lock=True)
     vm = find.machine(session, vm_id)

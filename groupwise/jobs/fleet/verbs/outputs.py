@@ -1,9 +1,9 @@
-"""The outputs of jobs on the control machine: artefacts in folders, listed in their records, and mirrored checkpoints, blobs that rows
-name.
+"""The outputs of jobs on the control machine: artefacts in folders, listed in their records, and mirrored checkpoints, whose blobs are
+named by rows.
 
-Only what is listed can be read: a path leads to a file only if the record of its folder has it, a hash to a blob only if a checkpoint of
-that very job names it. A client that fetches a job asks for each of its files, of which there may be a hundred thousand: so the names in
-the record, or in the checkpoints, of a job are read once, and cached until they change.
+Only listed files can be read: a path leads to a file only if the record of its folder has it, a hash to a blob only if a checkpoint of the
+same job names it. A client that fetches a job requests each of its files, of which there may be a hundred thousand, so the names in the
+record, or in the checkpoints, of a job are read once, and cached until they change.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HASHES = _NameCache()
 
 
 def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
-    """The id and status of a job whose files are asked for. Raises `unknown_job`."""
+    """The id and status of a job whose files are requested. Raises `unknown_job`."""
     found = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
     if found is None or not actor.may_see(found.project):
         raise find.no_job(session, actor, job_id)
@@ -68,9 +68,9 @@ def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
 
 
 def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int = 0) -> Document:
-    """An attempt's artefacts: path, sha256, mode and bytes of each file, and what was left out; without `epoch` the newest one.
+    """An attempt's artefacts: path, sha256, mode and bytes of each file, and the files left out. Without `epoch`: of the newest attempt.
 
-    `folder`: where the artefacts of all jobs lie. Raises `unknown_file`.
+    `folder`: the folder of all jobs' artefacts. Raises `unknown_file`.
     """
     epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:

@@ -1,4 +1,4 @@
-"""Projects, to which jobs are charged. A weight says how much of a busy fleet each gets; quotas say how much at most."""
+"""Projects, to which jobs belong. A weight sets a project's share of a busy fleet; quotas set its maximum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """Stands for a value that was not given, because None means `no limit`."""
+    """Marks a value that was not given, because None means `no limit`."""
 
 
 UNCHANGED = Unchanged()

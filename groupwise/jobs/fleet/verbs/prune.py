@@ -1,8 +1,8 @@
-"""Prunes jobs that ended long ago: their rows, then their logs and artefacts, then the files that only they had named.
+"""Prunes jobs that ended long ago: their rows, then their logs and artefacts, then the blobs that only they named.
 
 Rows go first, some hundreds of jobs in a transaction that checks again which of them may go: one may have been retried meanwhile. Files
 follow; if that is interrupted, the next `prune` or a dispatcher removes the rest (`files/clearing.py`). Events stay: they are the history,
-and by them dispatchers recognise the folders of these jobs on machines, and clear them.
+and from them dispatchers recognise the folders of these jobs on machines, and clear them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from groupwise.jobs.fleet.verbs.projects import WAITING
 from groupwise.jobs.hosts.files import BlobStore
 
 AT_ONCE = 500
-"""Most jobs in one transaction, and in one query."""
+"""Maximum jobs in one transaction, and in one query."""
 
 
 def old_jobs(
@@ -100,7 +100,7 @@ def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _jobs_waited_for(session: Session) -> set[str]:
-    """Jobs that admitted jobs wait for. A job that is not admitted yet looks for those it names only at its admission."""
+    """Jobs that admitted jobs wait for. Admission checks the jobs named by those that are not admitted yet."""
     query = select(Job.blocked_on, Job.request["after"]).where(
         Job.status.in_(WAITING),
         Job.admitted_at.is_not(None),
@@ -115,9 +115,9 @@ def _jobs_waited_for(session: Session) -> set[str]:
 
 
 def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
-    """Jobs of which a machine may still hold something.
+    """Jobs that may still have processes or GPUs on a machine.
 
-    A machine that was declared lost may come back with it, and is then cleaned up by the rows; a removed machine will not come back.
+    A machine that was declared lost may come back with them, and is then cleaned up by the rows; a removed machine will not come back.
     """
     of_these = select(Attempt.job_id).where(Attempt.job_id.in_(job_ids))
     open_attempt = of_these.where(

@@ -1,8 +1,8 @@
 """Finds requirements of a job that no machine of the fleet meets: a machine's name, a label, a model of GPU.
 
-Such a job is accepted, since the machine may be added tomorrow, and waits silently until then; so the submission answers with a note. The
-fleet is read once for all jobs of a submission, and only if one of them has such a requirement. What its machines have is indexed once as
-well: thousands of jobs may each want something else, and other writers wait for the submission meanwhile.
+Such a job is accepted, since the machine may be added later, and waits silently until then; so the response has a note. The fleet is read
+once for all jobs of a submission, and only if one of them has such a requirement. An index of what its machines have is built once as well:
+thousands of jobs may each have other requirements, and other writers wait for the submission meanwhile.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from groupwise.jobs.fleet.store.tables import GPU, VM
 from groupwise.jobs.fleet.verbs.find import which_there_are
 
 MOST_COMPARED = 20
-"""Most wishes of one submission for which similar names are looked up: each takes a moment."""
+"""Maximum of different requirements in one submission for which similar names are searched, since that is slow."""
 
 Wish = tuple[str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...]]
-"""Machine, labels, model of GPU, GPUs by name."""
+"""What a job requires: machine, labels, GPU model, GPUs by index or UUID."""
 _Unmet = tuple[str, str, Sequence[str], str]
-"""The unmet requirement in words; a name (if any), the existing names, and the verb that makes more."""
+"""The unmet requirement in words; a name (if any), the existing names, and the verb that adds more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """One of the fleet, as far as it can be named or described."""
+    """A machine of the fleet: its properties that a job can require."""
 
     labels: Mapping[str, str]
     gpus: Sequence[tuple[int, str, str]]
     """Index, UUID, model."""
     engine: Elastic | None = None
-    """An engine, which has GPUs of its own."""
+    """An engine, which has its own GPUs."""
 
     @property
     def models(self) -> Iterator[str]:
-        """Models of all GPUs that it has or that are given to its jobs."""
+        """Models of all GPUs that it has or that its engine gives to jobs."""
         yield from (model for _, _, model in self.gpus if model)
         if self.engine is not None and self.engine.said.gpu_model is not None:
             yield self.engine.said.gpu_model
 
 
 class _There:
-    """Index of what some machines have, for frequent look-ups."""
+    """Index of the properties of some machines, for frequent look-ups."""
 
     def __init__(self, machines: Sequence[_Machine]) -> None:
         self.having: dict[tuple[str, str], set[int]] = {}
@@ -61,7 +61,7 @@ class _There:
 
 @dataclass(frozen=True, slots=True)
 class _Fleet:
-    """The machines of a fleet by name, and an index of what they have."""
+    """The machines of a fleet by name, and an index of their properties."""
 
     machines: Mapping[str, _Machine]
     there: _There
@@ -69,7 +69,7 @@ class _Fleet:
 
 
 def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
-    """Requirements of each job that the fleet as it is cannot meet."""
+    """Notes on the requirements of each job that the fleet cannot meet at present."""
     wishes: list[Wish] = [
         (each.vm, tuple(sorted(each.labels.items())), each.gpu_model, each.named) for each in jobs
     ]

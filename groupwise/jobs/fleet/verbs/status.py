@@ -1,6 +1,6 @@
 """The state of a fleet in one document: jobs by status, machines and GPUs, the control plane, and alarms.
 
-An alarm is a problem that the fleet cannot mend by itself, or that would go unnoticed: each says what is wrong and what to do.
+An alarm is a problem that the fleet cannot repair by itself, or that would go unnoticed: each states the problem and the remedy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEEDED_ROLES = ("dispatcher", "poller", "requeue", "tracker")
 FORGOTTEN_SECONDS = 24 * 3600.0
 """Seconds after which a dead process is not listed any more."""
 LARGE_LOG = 10_000_000_000
-"""Bytes from which a running log is reported: logs are kept whole, on the machine and here, and fill both disks."""
+"""Bytes from which a running log is reported: logs are kept completely, on the machine and here, and fill both disks."""
 DAMAGE_SECONDS = 24 * 3600.0
 """Seconds for which a damaged checkpoint is reported."""
 LATE_NEWS_SECONDS = 300.0
@@ -50,7 +50,7 @@ LEAST_FREE = 1_000_000_000
 
 
 def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
-    """The whole document; jobs are counted if the actor may see them. `folders`: those of the control machine, whose disks fill up."""
+    """The whole document. Only jobs that the actor may see are counted. `folders`: those of the control machine, whose disks fill up."""
     now = seconds(session)
     found = machines.listing(session, actor)
     counts = find.visible(select(Job.status, func.count()).group_by(Job.status), actor)
@@ -92,13 +92,13 @@ NO_DISPATCHER = "no dispatcher is running; `groupwise fleet up` starts one"
 
 
 def missing_roles(session: Session) -> list[str]:
-    """The roles that no living process plays."""
+    """The roles that no living process has."""
     alive = {each["role"] for each in processes(session) if each["alive"]}
     return [role for role in NEEDED_ROLES if role not in alive]
 
 
 def why_nothing_begins(session: Session) -> str | None:
-    """Why no dispatcher starts jobs, or not yet; None: one does, as far as they have reported."""
+    """The reason why no dispatcher starts jobs, or not yet; None: one does, according to their reports."""
     alive = [row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]]
     if not alive:
         return NO_DISPATCHER
@@ -111,7 +111,7 @@ def why_nothing_begins(session: Session) -> str | None:
 
 
 def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
-    """Alarms, the worst first. A full disk may be why a role is not played."""
+    """Alarms, the worst first. A full disk may be the reason why a role is missing."""
     if actor.projects is None:
         yield from _disks(session, folders)
     yield from _roles(session)
@@ -168,7 +168,7 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
 
 
 def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
-    """Each value of a fact, with the processes that report it, in words."""
+    """Each value of a fact, with a description of the processes that report it."""
     who: dict[str, list[str]] = {}
     for each in alive:
         if (value := each["facts"].get(fact)) is not None:
@@ -193,7 +193,7 @@ def _late_news(session: Session) -> Iterator[Document]:
 
 
 def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
-    """Alarms of full disks. The disks are measured directly: on a full one this could not be written into the database."""
+    """Alarms of full disks. They are measured directly, since a full disk would prevent recording that in the database."""
     looked_at = set[int]()
     url = session.connection().engine.url
     own = [] if url.get_backend_name() != "sqlite" or not url.database else [Path(url.database)]
@@ -293,7 +293,7 @@ def _gpus(session: Session) -> Iterator[Document]:
 
 
 def _accused_gpus(session: Session) -> Iterator[Document]:
-    """Alarms of GPUs that only one job's log has accused lately."""
+    """Alarms of GPUs that only one job's log has recently accused."""
     now = seconds(session)
     rows = session.scalars(
         select(GPU)
@@ -375,7 +375,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
 
 
 def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
-    """Alarms of attempts whose last steps exist only on their machine, so that they could not resume elsewhere."""
+    """Alarms of attempts whose last steps exist only on their machine: they could not resume elsewhere."""
     why = Member.handle["not_mirrored"].as_string()
     query = (
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, why)
@@ -399,7 +399,7 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
 
 
 def _damaged_checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
-    """Alarms of recent damage: the job has got over it, but the same disk holds all other checkpoints."""
+    """Alarms of recent damage: the job has continued without the checkpoint, but the same disk holds all other checkpoints."""
     now = seconds(session)
     query = (
         select(Checkpoint.job_id, Checkpoint.step, now - Checkpoint.damaged_at)

@@ -1,7 +1,7 @@
 """Submits jobs: requests become jobs, all of them or none; or plans one, without making it.
 
-If one of several requests is wrong, the refusal names its position, and none is made. An actor submits only for projects that it may see.
-`notes` say which values admission chose, and which requirements of the job the fleet does not meet.
+If one of several requests is wrong, the refusal names its position, and no job is made. An actor submits only for projects that it may see.
+`notes` list the values that admission chose, and the job's requirements that the fleet does not meet.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def submit_all(
     key: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> list[Document]:
-    """Make a job for each request, in one transaction. `key`: to submit again with the same key gives the same jobs.
+    """Make a job for each request, in one transaction. `key`: submitting again with the same key returns the same jobs.
 
-    Raises `idempotency_key_reused` if the key came with anything else before, even with one job more or less, and `invalid_request` if a
-    job could never run; of several, its `errors` begin with the field `jobs.N`, counted from 0. (A row that is written by hand cannot be
-    refused: it fails, with its reason.)
+    Raises `idempotency_key_reused` if the key came with a different submission before, even with one job more or less, and
+    `invalid_request` if a job could never run; of several, its `errors` start with the field `jobs.N`, counted from 0. (A row that is
+    written by hand cannot be refused: it fails, with its reason.)
     """
     name = project_for(actor, project)
     if key is not None and (wrong := key_problem(key)) is not None:
@@ -68,7 +68,7 @@ def submit_all(
         wrong = FieldError(field=f"jobs.{place}", message=error.message[:LONGEST_MESSAGE])
         message = f"job {place + 1} of {len(requests)}: {error.message}"
         raise Refusal(code, message, errors=[wrong]) from error
-    # Requirements that no machine meets may be mistyped, and a dispatcher may have been forgotten.
+    # Requirements that no machine meets may be mistyped, and the operator may have forgotten to start a dispatcher.
     unmet = schedulability.nowhere(session, [request.resources for request in requests])
     idle = "dispatcher" in status.missing_roles(session)
     for each, notes in zip(accepted, unmet, strict=True):
@@ -84,7 +84,7 @@ def plan(
     project: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Document:
-    """Describe the job, and where it could begin now or why it would wait; nothing is stored. Raises as `submit_all`."""
+    """Describe the job, and where it could start now or why it would wait; nothing is stored. Raises like `submit_all`."""
     name = project_for(actor, project)
     unsent = _missing_blobs(session, actor, [request])
     trial = session.begin_nested()
@@ -116,13 +116,13 @@ def project_for(actor: Actor, project: str | None) -> str:
 def _missing_blobs(
     session: Session, actor: Actor, requests: Iterable[JobRequest]
 ) -> frozenset[str]:
-    """Blobs that these name and no project of the actor has. Read before the jobs are made, as a job gives its project its files."""
+    """Blobs that the requests name and no project of the actor has. Read before the jobs are made, since a job gives its project rights."""
     named = {sha256 for request in requests for sha256, _, _ in request.files.values()}
     return rights.lacking(session, actor.projects, named)
 
 
 def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:
-    """Refuse a request that admission found wrong, or that names files which only other projects have sent."""
+    """Refuse a request that admission rejected, or that names files which only other projects have sent."""
     if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
         raise Refusal("invalid_request", job.failure_reason)
     for path, (sha256, _, _) in request.files.items() if unsent else ():
@@ -148,7 +148,7 @@ def _notes(request: JobRequest, job: Job) -> list[str]:
 
 
 def _outlook(session: Session, job: Job) -> Document:
-    """The places where the job could begin now, or the reasons why it would wait."""
+    """The places where the job could start now, or the reasons why it would wait."""
     placement = None if job.admitted_at is None else waits.outlook(session, job)
     if not isinstance(placement, Placement):
         return {"where": [], "waits": waits.explain(session, job)}

@@ -1,6 +1,6 @@
-"""Hides from an actor that is bound to projects how machines are reached, and what concerns jobs of other projects.
+"""Hides from an actor that is bound to projects how machines are reached, and everything about jobs of other projects.
 
-Machines belong to no project, so every actor sees which there are, what is free there, and whether one takes work. The reason why it takes
+Machines belong to no project, so every actor sees which exist, their free capacity, and whether one takes work. The reason why it takes
 none is hidden: an operator wrote it, or it quotes the log of any project's job; so are the jobs for which a GPU is kept. An actor that is
 bound to no project sees everything.
 """
@@ -89,7 +89,7 @@ def job(session: Session, actor: Actor, document: Document) -> Document:
 
 
 def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
-    """The reasons why a job waits, in the words of `queue`, without what concerns other projects."""
+    """The reasons why a job waits, in the words of `queue`, without those that concern other projects."""
     found: list[str] = []
     for line in lines:
         text = _OF_MACHINE.sub(rf"\1 ({UNTOLD})", str(line))

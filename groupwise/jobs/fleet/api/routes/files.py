@@ -1,8 +1,8 @@
-"""Bytes: files that jobs take along, their logs as they grow, and what they left.
+"""Files: those sent with jobs, their logs as they grow, and their outputs.
 
-A file is sent as a blob, named by its sha256, in pieces; what has arrived stays, so a client that was cut off asks how much there is and
+A file is sent as a blob, named by its sha256, in pieces. Received bytes stay, so a client that was cut off asks how many there are and
 sends the rest. If another client is sending the same blob, the request is refused at once (`file_busy`), and may be tried again. A log is
-read by position: the epoch of an attempt and an offset in it, and the answer says where the next piece begins.
+read by position: the epoch of an attempt and an offset in it, and the response states where the next piece starts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from groupwise.jobs.hosts.spec import SHA256
 
 TAG = "files"
 LONGEST_WAIT = 30.0
-"""Longest time in seconds for which a request for more of a log waits."""
+"""Maximum time in seconds for which a request for more of a log waits."""
 BUSY_SECONDS = 1.0
 """Seconds after which to try again if another client is sending the same file."""
 
@@ -60,7 +60,7 @@ Epoch = Annotated[
 
 
 class _FilePath(PathConvertor):
-    """A path as a disk has it: a name may hold ends of lines, which the framework's own convertor does not take."""
+    """A path as file systems allow it: a name may contain newlines, which the framework's own converter rejects."""
 
     regex = "(?s:.*)"
 
@@ -74,7 +74,7 @@ class MissingBody(FleetBody):
     sha256: list[Annotated[str, Field(pattern=f"^{SHA256.pattern}$")]] = Field(max_length=10_000)
 
 
-# Files that travel with jobs
+# Files sent with jobs
 
 
 async def missing_blobs(context: Context, body: MissingBody) -> Response:
@@ -126,7 +126,7 @@ def _lacking(context: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
 
 
 def _is_here(context: RequestContext, sha256: str) -> bool:
-    """True if the blob need not be sent; it is then kept for the next day, in which the caller may name it."""
+    """True if the blob need not be sent; it is then kept for a day, in which the caller may name it."""
     return not (_lacking(context, [sha256]) or context.serving.folders.blobs.missing([sha256]))
 
 
@@ -221,7 +221,7 @@ async def _look(context: RequestContext, job_id: str) -> dict[str, Any]:
     return await context.read(jobs.progress, job_id)
 
 
-# What jobs left
+# Outputs of jobs
 
 
 async def list_artefacts(

@@ -1,4 +1,4 @@
-"""Jobs: submit, look, cancel, hold, release, try again, remove. A submission that names itself is made once, however often it comes."""
+"""Jobs: submit, show, cancel, hold, release, retry, remove. A submission with an idempotency key is made once, even if it is repeated."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def plan_job(context: Context, body: JobRequest, project: Project = None) 
 
 @contextmanager
 def _callers_mistakes() -> Generator[None]:
-    """A UsageError of admission is the caller's mistake: it becomes a refusal."""
+    """Turn a UsageError of admission, which is the caller's mistake, into a refusal."""
     try:
         yield
     except UsageError as error:
@@ -216,7 +216,7 @@ async def prune_jobs(context: Context, body: PruneBody) -> Response:
 
 
 CHANGED = ("unknown_job", "job_state")
-"""Codes of the changes of one job."""
+"""Refusal codes of changes to one job."""
 
 ROUTES = (
     changes(

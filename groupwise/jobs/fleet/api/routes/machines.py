@@ -1,4 +1,4 @@
-"""Machines: take one in, look, keep work away, trust, give one up. To change one takes an admin's key without projects."""
+"""Machines: add, show, keep work away, trust, give one up. Changing one takes an admin's key without projects."""
 
 from __future__ import annotations
 

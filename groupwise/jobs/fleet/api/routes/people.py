@@ -1,4 +1,4 @@
-"""Projects, and the keys of those who ask. Keys are made and revoked with an admin's key that is bound to no project."""
+"""Projects, and the keys of the API. Keys are made and revoked with an admin's key that is bound to no project."""
 
 from __future__ import annotations
 

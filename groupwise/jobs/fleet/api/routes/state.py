@@ -1,4 +1,4 @@
-"""How the fleet is doing: one document, the events as they are appended, numbers for Prometheus, and whether the process is alive."""
+"""The state of the fleet: one document, the events as they are appended, Prometheus metrics, and whether the process is alive."""
 
 from __future__ import annotations
 
