@@ -97,7 +97,8 @@ class LocalFleet(FleetClient):
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
     def close(self) -> None:
-        # Without NATS: connecting takes longer than the other doorbells need to wake a dispatcher.
-        self._doorbell = _OpenedWhenRung(
-            doorbell_of(place.folder, database, None, os.environ).doorbells
-        )
+        """Allow the doorbell a moment to send pending rings, and stop the application."""
+        try:
+            self._transport.run(self._doorbell.close())
+        finally:
+            super().close()
