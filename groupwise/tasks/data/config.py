@@ -198,7 +198,7 @@ class DatasetConfig(Strict):
 
     @property
     def mixture(self) -> tuple[MixtureEntry, ...]:
-        """All sets; one where there is no mixture."""
+        """All sets of the mixture; a single one without a mixture."""
         if self.dataset_mixture is not None:
             return tuple(map(mixture_entry, self.dataset_mixture))
         return (
@@ -216,7 +216,7 @@ class DatasetConfig(Strict):
         return {**self.columns, **{ours: theirs for ours, theirs in required.items() if theirs}}
 
     def in_vain_beside_a_task(self) -> list[str]:
-        """The keys that are set, and say which data are meant, or how rows become prompts."""
+        """The set keys that select data or define how rows become prompts, and so have no effect with a task."""
         return [
             key
             for key, field in DatasetConfig.model_fields.items()

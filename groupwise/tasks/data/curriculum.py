@@ -59,7 +59,7 @@ class Curriculum:
         """Weighted successes and members, by example."""
 
     def observe(self, example: int, successes: int, members: int) -> None:
-        """A group of an example was scored."""
+        """Record a scored group of an example."""
         before_successes, before_members = self._seen.get(example, (0.0, 0.0))
         memory = self._config.memory
         self._seen[example] = (
@@ -81,7 +81,7 @@ class Curriculum:
         return self._config.revisit + (1 - self._config.revisit) * (1 - distance)
 
     def metrics(self) -> dict[str, float]:
-        """The mean success of what was seen, and how much of it is always or never solved."""
+        """The mean success rate of the examples seen, and the shares that are always or never solved."""
         rates = [successes / members for successes, members in self._seen.values()]
         if not rates:
             return {}

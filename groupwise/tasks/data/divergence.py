@@ -31,11 +31,11 @@ LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """The last evaluation beside the best one before."""
+    """The last evaluation, compared with the best one before it."""
 
     metric: str
     best: Sequence[float]
-    """One value for each prompt that both evaluations have; `last` likewise."""
+    """Values of the best evaluation, one for each prompt that both evaluations have; `last` likewise."""
     last: Sequence[float]
     evaluations: int
     """Number of evaluations so far, including these two."""
@@ -61,7 +61,7 @@ def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
 
 
 def tolerance(evaluations: int) -> float:
-    """Standard errors that the mean of the prompts may fall by."""
+    """How far the mean over the prompts may fall by chance, in standard errors."""
     pairs = evaluations * (evaluations - 1) // 2
     return NormalDist().inv_cdf(1 - LEVEL / pairs)
 
