@@ -8,7 +8,8 @@ because its members share their prompt; afterwards each continues on its own. A 
     done             when the environment says so
     cut off          at `max_turns` completions, or when no token is left of `max_rollout_length`; see `Rollout.ended_by`
     timed_out        when a turn takes longer than `time_limit`, or all its turns longer than `max_seconds`, of the environment's
-                     own time: waiting for the sampler, for another rollout's turn, or for the repetition after the loss of a process does not count
+                     own time: waiting for the sampler, for another rollout's turn, or for the repetition after
+                     the loss of a process does not count
     failed           when the environment raises, or its answer cannot be shown to the policy
 
 A rollout that was cut off is scored like one that is done. A completion that reaches its own limit is passed to the environment

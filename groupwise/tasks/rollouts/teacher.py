@@ -205,7 +205,7 @@ def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Mas
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
     chat = _chat(tokenizer, content)
-    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may be put before them
+    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
     turns = [turn for turn in assistant_turns(chat) if turn >= begins]
     prefills = {begins: content.prefill} if content.prefill else {}
     return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
