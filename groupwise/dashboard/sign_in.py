@@ -60,7 +60,7 @@ async def leave(request: Request) -> Response:
 
 
 def _own(request: Request) -> str:
-    """The paths to which a cookie is sent."""
+    """The path prefix for which the cookie is valid."""
     return above(request) or "/"
 
 
@@ -70,7 +70,7 @@ def _form(request: Request, there: str, *, wrong: bool = False) -> Response:
 
 
 def _here(request: Request, address: str | None) -> str:
-    """A page of this dashboard; anything else is its first one."""
+    """An address of this dashboard; any other address is replaced by the first page."""
     first = f"{above(request)}/runs"
     if not address or not address.startswith(f"{above(request)}/"):
         return first

@@ -1,8 +1,9 @@
-"""Shows if a training equals an earlier one, by fingerprints of its rows, its marks and its rewards with all that they use.
+"""Decides if a training equals an earlier one, by fingerprints of its rows, its marks and its rewards with everything that they
+use.
 
-Rewards may collect things in lists, dictionaries and objects. What a training itself changed in this way (`Collected`) does not count as a
-difference between two trainings. Each run lists it in a file of its folder, whenever it saves and when it ends, because the collected
-values may come back from a file of the user's in another kernel.
+Rewards may collect things in lists, dictionaries and objects. What a training itself changed in this way (`Collected`) does not
+count as a difference between two trainings. Each run lists the changed names in a file of its folder, whenever it saves and when it
+ends, because the user's code may load the collected values from a file in another kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 REWARDS = "rewards"
-"""The fact that says by its weight and its code what each part is."""
+"""The fact with the weight and the code fingerprint of each reward part."""
 USED = "used by rewards"
 """The fact that says what they use, by name: helpers, values, what is in objects."""
 UNSEEN = "known by type alone"
