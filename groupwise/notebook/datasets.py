@@ -247,9 +247,9 @@ def _check_rows(given: Any, where: str, config: TrainingConfig) -> Rows:
 def format_prompt(question: str, config: TrainingConfig, rubric: str | None = None) -> str:
     """The user's message: the system prompt and the question. The model's chat template is applied later.
 
-    The system prompt stands in the user's turn, because Gemma's template has no other. `rubric` is shown to the model where it is given:
-    what is then rewarded for its words may be repeated, so nothing gives it by default. Raises UsageError for a question that is no text,
-    and for what is no config.
+    The system prompt is part of the user message, because Gemma's template has no system role. `rubric`, if given, is shown to the
+    model. Nothing passes it by default, because a reward for the rubric's words could then be earned by repeating them. Raises
+    UsageError if `question` is not text or `config` is not a TrainingConfig.
     """
     called = "format_prompt(question, config)"
     if not isinstance(cast("object", question), str):

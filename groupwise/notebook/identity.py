@@ -25,7 +25,7 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 REWARDS = "rewards"
 """The fact with the weight and the code fingerprint of each reward part."""
 USED = "used by rewards"
-"""The fact that says what they use, by name: helpers, values, what is in objects."""
+"""The fact with everything that the rewards use, by name: helpers, values, contents of objects."""
 UNSEEN = "known by type alone"
 """Objects of libraries that rewards use, by name, with their types only. There is no content to compare: the types are in `USED`."""
 ROWS = ("rows to train on", "rows to test")
@@ -98,7 +98,7 @@ loaded for the next.
 
 
 class Collected(Callback):
-    """Compares what rewards use with what it was at the start."""
+    """Records which of the objects used by rewards have changed since the start."""
 
     def __init__(self, rewards: Rubric, facts: Mapping[str, Any]) -> None:
         """`facts`: those at the start of the training (`facts_of`)."""
@@ -120,7 +120,7 @@ class Collected(Callback):
 
 
 def collected_names(run: Path) -> set[str]:
-    """Names of what a run has changed."""
+    """Names of the objects that the rewards of a run changed."""
     try:
         return set(json.loads((run / COLLECTED_FILE).read_bytes()))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The study that Optuna keeps of a search: which trial is the next one, and what became of each."""
+"""The Optuna study of a search: selects the next trial, and records the result of each."""
 
 from __future__ import annotations
 

@@ -308,6 +308,8 @@ class DataConfig(DatasetConfig):
 
     @property
     def success_parts(self) -> dict[str, str | None]:
-        """The reward parts that say what is solved, by the keys that name them; None where a key leaves it to the names of the parts."""
+        """The reward parts that measure success, by the config keys that name them; None if a key is not set, so the part is found
+        by its name.
+        """
         sections = {"replay": self.replay, "curriculum": self.curriculum}
         return {f"data.{key}.success_part": s.success_part for key, s in sections.items() if s}

@@ -9,8 +9,8 @@ where p is the success rate that its own groups had, older ones counting less (Î
 age in groups). So examples that are never or always solved are drawn with probability `revisit`; examples at the target, and those
 that were not drawn before, are always drawn. Filtering by the learner's own success: Bae et al. 2025, arXiv 2504.03380.
 
-The easy pool is a second source of examples, mixed in with a probability that falls as the run goes on: each prompt of a step is
-drawn from it with probability p(step), on its own, and its whole group is then an easy one. p is a table of steps: the value of the
+The easy pool is a second source of examples, mixed in with a probability that falls during the run: each prompt of a step is drawn
+from it independently with probability p(step), and its whole group is then an easy one. p is a table of steps: the value of the
 last step in it that has been reached.
 """
 

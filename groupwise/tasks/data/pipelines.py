@@ -2,10 +2,10 @@
 
     generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
     deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
-    module:function           a function of your own, row → row or None; also path/to/file.py:function
+    module:function           your own function, row → row or None; also path/to/file.py:function
     a name                    one that an installed package announces as entry point of the group `groupwise.preprocessing`
 
-A row for which the function gives None is left out and counted. All columns that it gives reach the rewards.
+A row for which the function returns None is left out and counted. All columns that it returns are passed to the rewards.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
 from groupwise.tasks.rewards.registry import reward
 
 _LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
-"""Letters that no accent makes."""
+"""Letters that are not formed with an accent."""
 
 Mode: TypeAlias = Literal["any", "contiguous", "word"]
 
 ENUMERATIONS = ("enumeration", "lengths", "expected_len", "n_letters")
-"""Letters that are not formed with an accent."""
+"""Columns that may state the number of letters of the answer (a number, a list, or text such as `(3,4)`); the first that does is used."""
 
 
 @reward("crossword_accuracy")

@@ -65,21 +65,21 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """User code took too long, and its process was killed."""
+    """The worker's message."""
 
     message: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The process ended by itself, or sent something unreadable."""
+    """User code took too long, and its process was killed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """Several workers of one kind that share a queue."""
+    """The process ended by itself, or sent something unreadable."""
 
     reason: str
 
@@ -88,7 +88,7 @@ Ended = Answered | TimedOut | Died
 
 
 class WorkerPool:
-    """Some workers of one kind that share a queue.
+    """Several workers of one kind that share a queue.
 
     `factory` names a function (`package.module:function`); each worker calls it with `arguments`, which must be expressible as
     JSON, as keywords, and passes requests to the returned object; see `groupwise.tasks.rewards.worker_process`.

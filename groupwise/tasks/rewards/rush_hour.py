@@ -358,7 +358,7 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
 
 @lru_cache(maxsize=256)
 def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
-    """The board, once it is sure that each of these solves it. Raises ValueError that names the first that does not."""
+    """The board, after checking that each of these solutions solves it. Raises ValueError that names the first one that does not."""
     for moves in solutions:
         played = play(board, moves)
         if not played.solved or played.legal < played.begun:
@@ -382,7 +382,7 @@ def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
 
 
 def _matching_prefix_share(moves: Moves, gold: Moves) -> float:
-    """The share of a gold solution that the moves begin with."""
+    """The share of a gold solution that the moves start with."""
     pairs = zip(merge_steps(moves), gold, strict=False)
     same = takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(list(same)) / len(gold)

@@ -50,7 +50,7 @@ PROTECTIONS = {
 """Protections of a box and their meaning; the system decides which of them hold."""
 
 MECHANISMS = ("namespaces", "user", "landlock", "seccomp")
-"""The board, after checking that each of these solutions solves it. Raises ValueError that names the first one that does not."""
+"""Mechanisms that provide the protections. Leaving one out shows what holds without it."""
 
 START_LIMIT = 30.0
 """Seconds within which a box must be built; a busy machine needs a few."""
