@@ -113,7 +113,7 @@ def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
 
 
 def repeats(study: Study, trial: Trial) -> bool:
-    """True if a trial with these values has already ended: its result is reported again, and the user is informed."""
+    """True if a trial with these values has already ended; its result is then reported for this trial too."""
     ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
     earlier = next((each for each in ended if each.params == trial.params), None)
     if earlier is None:

@@ -231,8 +231,8 @@ def facts(value: Any, *names: str) -> list[Fact]:
 
 
 def moments(*times: float | None) -> list[str]:
-    """Times for readers, from seconds since 1970: the first with date and zone, the others too if theirs differ. None values are
-    left out.
+    """Times for readers, from seconds since 1970. If all are on the same date in the same zone, only the first shows these. None
+    values are left out.
     """
     texts = [moment(each) for each in times if each is not None]
     parts = [each.split(" ", 2) for each in texts]
@@ -241,7 +241,7 @@ def moments(*times: float | None) -> list[str]:
 
 
 def span(attempts: list[Document], now: float) -> list[float]:
-    """Seconds from the start of the first attempt to the end of the last one, or to now; empty if there is none."""
+    """Start of the first attempt and end of the last one (or now), in seconds since 1970; empty if there are no attempts."""
     if not attempts:
         return []
     begin = min(each["created_at"] for each in attempts)

@@ -99,7 +99,7 @@ class Selection:
         return self._sizes.order.length
 
     def plan(self, block: int, step: int, slots: int) -> None:
-        """Choose the examples for the slots of a block that starts at a step; slots that are already chosen stay unchanged."""
+        """Choose the examples for the slots of a block that starts at a step; a block that is already planned stays unchanged."""
         if block in self._blocks:
             return
         easy = [self._easy(block, slot, step) for slot in range(slots)]
@@ -241,7 +241,7 @@ class Selection:
             self.curriculum.observe(choice.index, solved, members)
 
     def _note_for_replay(self, group: Group, choice: Choice) -> None:
-        """Credit a prompt that is already in the buffer with its result; add it if it was solved."""
+        """Credit a prompt that is in the buffer with the result of its group; add one that was solved, or that `keep` named."""
         config, replay = self._config.replay, self.replay
         if replay is None or config is None:
             return

@@ -289,7 +289,7 @@ def _join_steps(steps: list[Step]) -> Step:
 
 
 def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
-    """The names that the texts define globally, and those that they read without a definition in the function that reads them."""
+    """The names that the texts define globally, and the global names that they read."""
     own: set[str] = set()
     read: set[str] = set()
     for text in texts:
@@ -326,7 +326,7 @@ def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:
-    """Modules that are not installed, except those that a text can do without."""
+    """Modules outside the standard library, except those whose import errors the text handles itself."""
     found: set[str] = set()
     left: list[ast.AST] = list(trees)
     while left:

@@ -99,8 +99,9 @@ def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) 
     """The code of a completion: a fenced block in its last answer tag or in the text after its reasoning; without a block, all of
     that text.
 
-    Of several blocks, the last one labelled as Python is used, else the last without a label; an unclosed one only if there is no
-    other. If some blocks define one of `names`, the last of these is used, because a later block usually shows an example.
+    Of several blocks, the last closed one labelled as Python is used, else the last unclosed one with this label; without any, the
+    same order applies to blocks without a label. If some blocks define one of `names`, the last of these is used, because a later
+    block usually shows an example.
     """
     answer = after_reasoning(text)
     answer = last_tagged(answer, answer_tag) or answer
