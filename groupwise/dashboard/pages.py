@@ -269,7 +269,7 @@ def _as_query(pairs: list[tuple[str, str]]) -> str:
 
 
 async def respond_not_found(request: Request, error: Exception) -> Response:
-    """The answer for an unknown address, or a method that an address does not take."""
+    """The response for an unknown address, or for a method that an address does not support."""
     status = getattr(error, "status_code", 404)
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
     return await respond_error(

@@ -1,4 +1,4 @@
-"""The page where a key is typed, once."""
+"""The page on which a user enters a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def show(request: Request) -> Response:
 
 
 async def enter(request: Request) -> Response:
-    """Take the key, and give a cookie for it. Signing in takes a key, so no other site can make a browser do it."""
+    """Exchange a key for a cookie. Signing in requires the key itself, so no other site can make a browser do it."""
     place: DashboardContext = request.app.state.place
     refuse_other_sites(request.headers)
     form = await read_form(request)

@@ -223,7 +223,7 @@ class TrainingConfig(Worded):
 
     @property
     def tags(self) -> Tags:
-        """The four marks, as rewards take them."""
+        """The four marks, in the form that rewards accept."""
         return Tags(
             reasoning=_tag(self.reasoning_start, self.reasoning_end),
             answer=_tag(self.solution_start, self.solution_end),

@@ -207,7 +207,9 @@ def _names(
 def _rename_columns(
     rows: Sequence[Row], names: Mapping[str, str], make: Callable[[Row], Row], name: str
 ) -> Rows:
-    """The rows with the result of `make` for the named columns, with all other columns, and with the chat if it holds the question."""
+    """The rows with the result of `make` for the named columns and with their other columns. A prompt used as the question is kept
+    only if it is a chat.
+    """
 
     def whole(row: Mapping[str, Any]) -> Row:
         chat = row.get("prompt") if names["question"] == "prompt" else None

@@ -1,4 +1,4 @@
-"""The rewards of a notebook: functions that the config makes, and those that the user gives instead or in addition."""
+"""The rewards of a notebook: functions made from the config, and functions that the user passes instead or in addition."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from groupwise.tasks.rewards.registry import reward as entered
 from groupwise.tasks.rewards.rubric import Rubric
 
 Reward: TypeAlias = Callable[..., Any]
-"""f(prompts, completions, **columns) -> list of numbers, None where it does not apply. Prompts and completions are texts."""
+"""f(prompts, completions, **columns) -> list of numbers, None for rows to which it does not apply. Prompts and completions are text."""
 One: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
 """A function, the name of one (with its parameters, in a mapping), or rubrics."""
 Given: TypeAlias = Sequence[One | tuple[One, float]]

@@ -20,7 +20,7 @@ FIXED = (*SECRETS, "experiment_name", "checkpoint_dir", "save_to_drive", "overri
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Numbers from `low` to `high`, whole ones where the field is; `log` tries small ones as often as large ones."""
+    """Numbers from `low` to `high`, integers for an integer field. With `log` they are drawn uniformly on a logarithmic scale."""
 
     low: float
     high: float

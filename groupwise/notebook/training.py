@@ -136,7 +136,7 @@ def run_training(
 
 
 def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
-    """A note on what may have changed without being noticed."""
+    """A note on objects that were not compared, and so may have changed unnoticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
     changed = sorted(collected_names(earlier.path).intersection(facts[USED]))
     return "".join(

@@ -50,7 +50,7 @@ SPEC = "groupwise.tasks.configured"
 """This task's spec, by which runs' records and workers refer to it."""
 
 TEXT = "text"
-"""The column of a formatted text that a mixture's tasks give to a teacher's rows."""
+"""The column in which the tasks of a mixture put the formatted text of teacher rows."""
 
 
 def find_task(source: object | None, config: View) -> Task:

@@ -113,7 +113,7 @@ class Task:
         """Spec by which `load_task` finds the same task in another process; None if there is none."""
         self.file = file
         self.accounts: dict[str, Account] = {}
-        """Account of the rows that a hook left out, by hook, if it gives one."""
+        """Counts of the rows that a hook left out, by hook, if the hook reports them."""
         self.shares: dict[str, tuple[Share, ...]] = {}
         """Shares of an epoch of a hook's rows, by hook; empty if an epoch has each row once."""
         self._hooks = hooks
@@ -368,7 +368,7 @@ def load_task(source: object) -> Task:
 
 def require(task: Task, verb: Verb) -> None:
     """Raise TaskError unless the task has everything that `rl` or `eval` needs, and nothing that would go unused."""
-    # An environment may give the rewards itself.
+    # An environment may provide the rewards itself.
     absent = [
         hook
         for hook in NEEDED[verb]

@@ -40,7 +40,7 @@ DEFAULT_PART = "environment"
 """Name of a reward that is given as a plain number."""
 
 GIVEN = ("prompt", "seed", "member")
-"""Arguments that `reset` can ask for besides columns."""
+"""Arguments that `reset` can request in addition to columns."""
 
 CALLED_WITH: dict[str, tuple[str, ...]] = {
     "step": ("completion",),
@@ -88,7 +88,7 @@ def check_factory(given: object, where: str) -> EnvironmentFactory:
 
 
 def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: str) -> None:
-    """Raise TaskError if a class's `reset` asks for an argument that no row gives it."""
+    """Raise TaskError if a class's `reset` requires an argument that the rows do not provide."""
     reset = getattr(factory, "reset", None)  # of a class, or of a tools object that has one
     if reset is None:
         return

@@ -124,7 +124,7 @@ class Tools:
     """Makes an environment of tools for each rollout; `get_environment` may return it."""
 
     def __init__(self, tools: Sequence[Tool] | type, calls: CallForm | None = None) -> None:
-        """Raises TaskError for a tool whose schema cannot be made."""
+        """Raises TaskError if the schema of a tool cannot be made."""
         self._given: Any = tools
         self.calls = calls or HermesCalls()
         functions = (
@@ -148,7 +148,7 @@ class Tools:
 
     @property
     def gives_rewards(self) -> bool:
-        """True if rewards can come from the environment itself."""
+        """True if the environment itself may give rewards."""
         return inspect.isclass(self._given) and hasattr(self._given, "reward")
 
     @property
@@ -188,11 +188,11 @@ class ToolEnvironment:
         return Step(self._calls.results(results, chat=self._chat))
 
     async def reward(self) -> Any:
-        """The reward of the class, if it gives one."""
+        """The reward of the class, if it defines one."""
         return await self._ask("reward")
 
     async def metrics(self) -> Any:
-        """The metrics of the class, if it gives any."""
+        """The metrics of the class, if it defines any."""
         return await self._ask("metrics")
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ TAIL = 300
 TEXT_LIMIT = 200_000
 """Most characters of these lines."""
 MOST_OF_REASON = 1000
-"""Longest reason for cancelling a job, in characters, that an API takes."""
+"""Longest reason for cancelling a job, in characters, that the API accepts."""
 WIDTH = 1000.0
 """Width of the timeline image, in SVG units."""
 DEEPEST = 5

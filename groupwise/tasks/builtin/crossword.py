@@ -98,7 +98,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
-    """The validation rows, likewise."""
+    """The validation rows, with completions in the same form."""
     return _sft_rows(_split(_own(config), "validation"))
 
 

@@ -90,7 +90,7 @@ def get_config_schema() -> type[BaseModel]:
 
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
-    """The training rows, with the columns `answer` (None where the package gives none), `dataset` and `entry`."""
+    """The training rows, with the columns `answer` (None if the package has none), `dataset` and `entry`."""
     return _rows(_own(config), "train")
 
 
@@ -105,7 +105,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation rows, likewise."""
+    """The validation rows, with completions in the same form."""
     return [_sft_row(row) for row in _rows(_own(config), "validation")]
 
 

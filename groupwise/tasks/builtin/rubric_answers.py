@@ -124,7 +124,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
-    """The validation rows, likewise."""
+    """The validation rows with the reference as completion."""
     return _sft_rows(_splits(_own(config)).validation)
 
 

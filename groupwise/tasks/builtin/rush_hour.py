@@ -146,7 +146,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation examples, likewise."""
+    """The validation examples with a best solution as completion."""
     return [_sft_row(row) for row in _split(_own(config), "validation")]
 
 

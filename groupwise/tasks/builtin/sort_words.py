@@ -116,7 +116,9 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation examples, likewise. They use a random stream of their own and exclude the examples of the other splits."""
+    """The validation examples with their sorted words. They use a random stream of their own and exclude the examples of the other
+    splits.
+    """
     own = _own(config)
     others = {frozenset(row["words"]) for row in _rows(own)}
     stream = Stream("sort_words", own.seed, "validation")

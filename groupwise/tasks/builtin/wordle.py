@@ -123,7 +123,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation rows, likewise."""
+    """The validation rows with a solver's completion."""
     own = _own(config)
     return [_sft_row(row) for row in _rows(own, "validation", own.validation_size)]
 

@@ -33,7 +33,7 @@ MOST_PLACES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptWay:
-    """How prompts are made from rows."""
+    """Settings for making prompts from rows."""
 
     format: PromptFormat = "text"
     """Format of a prompt that is given as text: the user's message, or the text unchanged."""

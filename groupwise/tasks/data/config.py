@@ -224,7 +224,7 @@ class DatasetConfig(Strict):
         ]
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two ways to say the same, and keys without effect."""
+        """Keys that contradict each other, and keys without effect."""
         if self.dataset_name is not None and self.dataset_mixture is not None:
             yield Conflict(
                 "dataset_name and dataset_mixture both say which data are meant; leave one out.",

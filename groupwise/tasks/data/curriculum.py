@@ -51,7 +51,7 @@ class CurriculumConfig(Strict):
 
 
 class Curriculum:
-    """The examples' success rates, and the chance of each to be drawn when its turn comes."""
+    """The examples' success rates, and the probability of each to be drawn at its turn."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self._config = config
@@ -73,7 +73,7 @@ class Curriculum:
         return seen[0] / seen[1] if seen else None
 
     def chance(self, example: int) -> float:
-        """The probability that it is drawn when its turn comes."""
+        """The probability that the example is drawn at its turn."""
         rate, target = self.success(example), self._config.target
         if rate is None:
             return 1.0
@@ -105,7 +105,7 @@ class Curriculum:
 
 
 EASY = "EASY"
-"""The task label of easy examples that have none, by which the router gives them rewards of their own."""
+"""The task label for easy examples without one; the router can assign them their own rewards."""
 
 EASY_SCHEDULE: tuple[tuple[int, float], ...] = (
     *((0, 1.00), (50, 0.90), (100, 0.80), (150, 0.70), (200, 0.60), (250, 0.55), (300, 0.53)),

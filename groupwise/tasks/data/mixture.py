@@ -88,7 +88,7 @@ def _share(part: Part, places: tuple[int, ...]) -> Share:
 
 
 def in_turn(parts: Sequence[Part]) -> list[Row]:
-    """Takes one row of each part in turn, so that the first rows represent all parts."""
+    """Takes one row of each part in turn, so the first rows represent all parts."""
     rounds = zip_longest(*(part.rows for part in parts))
     return [row for each in rounds for row in each if row is not None]
 

@@ -12,7 +12,7 @@ SameAs = Callable[[Example], str]
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Equal for prompts that ask the same in the same words."""
+    """Equal for prompts with the same words."""
     return json.dumps(prompt, sort_keys=True, default=str)
 
 

@@ -50,9 +50,9 @@ class Pipeline:
     name: str
     function: Callable[[Row], object]
     file: str | None = None
-    """File that holds the function; None if it comes with the package."""
+    """File that holds the function; None if it is part of the package."""
     answer: str = "reference"
-    """Second name that a built-in pipeline gives the column `answer`, unless a column has that name."""
+    """Second name under which a built-in pipeline stores the column `answer`, unless the row already has that column."""
 
     @property
     def may_make_prompts(self) -> bool:

@@ -152,8 +152,8 @@ class Ledger:
         """`stays` decides which non-plain values may be sent by number; `stand_in` creates the local stand-in for an object of the
         other side.
 
-        `of_tests`: this is the side of the tests. Its iterators are sent as their items; and no received class is a base of
-        AssertionError, so a test cannot catch its own failed assert with it.
+        `of_tests`: this is the side of the tests. Its iterators are sent as their items. A received AssertionError, or a base class
+        of it, is replaced by a new class, so a test cannot catch its own failed assert with it.
         """
         self._of_tests = of_tests
         self._stays = stays

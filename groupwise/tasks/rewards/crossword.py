@@ -211,7 +211,7 @@ def _words(text: str) -> list[str]:
 def _golds(
     columns: Mapping[str, Any], count: int, answer_column: str | None, tag: Tag
 ) -> list[tuple[str, ...]]:
-    """The accepted forms of each row, all of which must be made of letters."""
+    """The accepted forms of each row, all of which must consist of letters."""
     golds = gold_answers(columns, count, answer_column, tag)
     for forms in golds:
         _check_letters(forms)
@@ -224,7 +224,7 @@ def _check_letters(forms: Sequence[str]) -> None:
 
 
 def _gold_letters(gold: str) -> str:
-    """The letters of a gold answer, which must be made of letters."""
+    """The letters of a gold answer, which must consist only of letters."""
     found = letters(gold)
     if not found or _other_signs(gold):
         raise ValueError(

@@ -39,7 +39,7 @@ DIGITS, _MORE_DIGITS = 200, 400
 POINTS = 3
 
 Value: TypeAlias = Any
-"""A Fraction where exact, else a number of mpmath."""
+"""A Fraction if exact, else a number of mpmath."""
 
 
 class Undecided(ArithmeticError):

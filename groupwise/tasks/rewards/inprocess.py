@@ -37,7 +37,7 @@ T = TypeVar("T")
 MOST_HANGING = 3
 """Reward threads that may hang at the same time. A hanging thread keeps its memory and may use CPU time of the run."""
 _END_LIMIT = 1.0
-"""Seconds that an idle thread may take to end."""
+"""Seconds to wait for an idle thread to end."""
 
 
 @dataclass(frozen=True, slots=True)

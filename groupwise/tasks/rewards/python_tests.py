@@ -656,7 +656,7 @@ async def verdict(
 
 
 def _common_imports(code: str, tests: RowTests) -> bool:
-    """True if common modules need no import: the tests say so, as LiveCodeBench's do, or the code defines LeetCode's wrapper class."""
+    """True if common modules need no import: the tests require it, like LiveCodeBench's, or the code defines LeetCode's wrapper class."""
     return tests.common_imports or _defines(code, (WRAPPER,))
 
 

@@ -46,7 +46,7 @@ FAMILIES: tuple[str, ...] = (
     "groupwise.tasks.rewards.rush_hour",
     "groupwise.tasks.rewards.shaping",
 )
-"""The modules whose rewards come with the package; they are imported when a name is first looked up."""
+"""The modules with the package's rewards; they are imported when a name is first looked up."""
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 

@@ -72,7 +72,7 @@ class Router(Rubric):
         return changed
 
     def reweighted(self, weights: Sequence[float]) -> Router:
-        """See `Rubric.reweighted`; the weights come in the order of `names`."""
+        """See `Rubric.reweighted`; the weights are in the order of `names`."""
         left = list(checked_weights(tuple(weights), self.names, self.where))
         rubrics: dict[str, Rubric] = {}
         for label, rubric in self.rubrics.items():

@@ -219,7 +219,7 @@ _PRETENDED: dict[str, _Numbers] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
-"""These calls have no effect but report success, so that `shutil.copy2` and the like work."""
+"""These calls have no effect but report success, so `shutil.copy2` and similar functions work."""
 _CLONE = (56, 220)
 _X32 = 0x40000000
 _A_THREAD = 0x10000

@@ -50,7 +50,7 @@ def main(descriptor: int, parent: int) -> None:
     gc.disable()  # imports make no garbage; looking for it would take a tenth of the start
     try:
         setup = json.loads(inbox.get())
-        folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
+        folders = [*setup["sys_path"], os.getcwd()]  # last, so no file there can hide a module
         sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
         factory = load(setup["factory"], kind="factory").object
         server = factory(**setup["arguments"])

@@ -79,7 +79,7 @@ class RolloutConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys of another type, and keys of workers where there are none."""
+        """Keys of another type, and worker keys without workers."""
         for owner, keys in OWN_KEYS.items():
             for key in keys if owner != self.type else ():
                 if getattr(self, key) != self.__class__.model_fields[key].default:

@@ -160,7 +160,7 @@ class EnvironmentRollouts:
         known = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
             dialogue, problem = self._dialogue(ask, prompt, self._tools, known), None
-        except (TaskError, Unrenderable) as error:  # a prompt that the environment made
+        except (TaskError, Unrenderable) as error:  # a prompt made by the environment
             prompt, problem = ask.example.prompt, str(error)
             dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
         longest = len(dialogue.context) + self._limits.max_tokens
