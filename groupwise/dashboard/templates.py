@@ -74,7 +74,7 @@ def static(at: str, name: str) -> str:
 
 
 def text(value: Any, most: int = LONGEST) -> str:
-    """Untrusted text, escaped as by `display.text` and otherwise unchanged; very long text is cut."""
+    """Untrusted text with control characters made visible, otherwise unchanged; very long text is cut."""
     found = _as_text(value)
     more = f"\n… {len(found) - most:,} more characters" if len(found) > most else ""
     return clean(found[:most]) + more

@@ -94,7 +94,7 @@ class Look:
         self.found: dict[str, str] = {}
         """Fingerprints by name; the function itself has the empty name."""
         self.unseen: dict[str, str] = {}
-        """Types, by name, of objects of which only the type is known."""
+        """Type names of objects that are known only by type, under the objects' names."""
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}

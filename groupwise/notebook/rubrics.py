@@ -196,7 +196,7 @@ class Rubric(Worded):
         )
 
     def normalised(self, highest: float = 1.0) -> Self:
-        """A copy with weights scaled so that an answer that meets every criterion scores `highest`; target_score is scaled with them."""
+        """A copy with scaled weights: an answer that meets every criterion scores `highest`. target_score is scaled too."""
         if self.highest <= 0:
             raise TaskError(f"The rubric {self.name!r} has no positive score that could be scaled.")
         factor = highest / self.highest

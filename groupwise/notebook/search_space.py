@@ -39,7 +39,7 @@ def with_values(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingCo
 
 
 def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
-    """Optuna's form of a space, checked so that each of its values is valid for training. Raises ConfigError."""
+    """Optuna's form of a space, after checking that each of its values is valid for training. Raises ConfigError."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(
             'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'

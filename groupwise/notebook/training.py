@@ -156,7 +156,7 @@ def _state(session: Session, result: RlResult) -> TrainerState:
 
 
 class _SetFolder(Callback):
-    """Stores the run's folder in the session when the run begins, so it is set even if the training fails."""
+    """Stores the run's folder in the session when the run starts, so it is set even if the training fails."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -169,7 +169,8 @@ class _SetFolder(Callback):
 class Completions(Callback):
     """Prints completions of the first step, the last one, and some between, as text. Used if no kernel draws the live page.
 
-    The training is cut into TABLES stretches, each of which ends with a table, so a long training prints no more than a short one.
+    The steps are divided into TABLES sections with one table at the end of each, so a long training prints no more than a short
+    one.
     """
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:

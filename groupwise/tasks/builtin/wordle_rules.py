@@ -2,7 +2,7 @@
 guesses.
 
 A guess is marked letter by letter: G is in the right place, Y occurs elsewhere in the secret, X does not occur again. Greens use up
-their letters of the secret first, then yellows from left to right, so that a letter is marked at most as often as it occurs.
+their letters of the secret first, then yellows from left to right, so a letter is marked at most as often as it occurs.
 
     secret  l a b e l
     guess   a l l e y   ->   Y Y Y G X

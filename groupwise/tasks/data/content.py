@@ -1,4 +1,4 @@
-"""Describes the content of any value in a dataset in the same way in every process, so that a change of the data is noticed.
+"""Describes the content of any value in a dataset in the same way in every process, so changes of the data are detected.
 
 Plain values describe themselves. Other values are described by their parts if their content is certain: bytes, sets, dates, paths,
 numbers and some other classes of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and

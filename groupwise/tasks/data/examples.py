@@ -135,7 +135,7 @@ def _example(index: int, columns: dict[str, Any], where: str) -> Example:
 def _texts(value: Any) -> Iterator[str]:
     """Yields every text in lists and dicts. Each container is visited once, because it may contain itself."""
     waiting = [value]
-    # Maps ids to the objects themselves: kept alive, so that no id is reused.
+    # Maps ids to the objects themselves, which keeps them alive: the id of a freed object could be reused.
     met: dict[int, object] = {}
     while waiting:
         entry = waiting.pop()

@@ -6,8 +6,8 @@
 
 A source is local if a file or folder of that name exists, or if the name starts with `.`, `/` or `~`, has more than one `/`, or has
 the suffix of a supported file; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds names: ours,
-then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a `TaskError` that
-names the file, and the line where there is one.
+then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Unreadable data raise a `TaskError` that names
+the file and, if known, the line.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     {name: judge, endpoint: "https://api.example.com/v1", model: some-model, rubric: "Correct, short, polite."}
 
-`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge's preference
-for the first place cancels out; `group` about all of them in one question. Equal completions are asked about once and score the same.
+`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, which cancels a judge's preference
+for the first place; `group` about all of them in one question. Equal completions are asked about once and score the same.
 
-Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that, its completions have failed, as they
-have if the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
+Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that its completions fail, as they do if
+the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
 `judge_prompts` builds the questions, and keeps a completion from answering for the judge.
 """
 

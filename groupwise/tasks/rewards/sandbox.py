@@ -179,7 +179,7 @@ class Box:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._control.close()  # tells the warden to end
+        self._control.close()  # the warden's order to end
         deadline = time.monotonic() + _END_LIMIT
         pause = 0.001
         try:

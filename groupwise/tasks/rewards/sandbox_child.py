@@ -127,7 +127,7 @@ def _works(step: Callable[[], None]) -> bool:
 
 
 def _readable_by_all(folders: list[str]) -> bool:
-    """True if any user can import from these folders, so that this interpreter can still import after it changes its user."""
+    """True if any user can import from these folders. Checked because this interpreter must still import after it changes its user."""
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     above = {parent for folder in there for parent in folder.parents}
     return all(each.stat().st_mode & 0o5 == 0o5 for each in there) and all(

@@ -67,7 +67,7 @@ def mount_again(source: str, target: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent ends, so that none escapes."""
+    """Become the parent of every descendant whose parent ends, so none escapes."""
     _control(_PR_SET_SUBREAPER, 1)
 
 
@@ -181,7 +181,7 @@ _ALLOWED: dict[str, _Numbers] = {
     # time
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
     "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
-    # the process itself; `sched_getaffinity` only tells of other processes which CPUs they may use
+    # the process itself; of other processes `sched_getaffinity` shows only which CPUs they may use
     "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getpgrp": (111, None),
     "getpgid": (121, 155), "getsid": (124, 156), "setpgid": (109, 154), "getuid": (102, 174),
     "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
