@@ -63,7 +63,7 @@ def read_rows(
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """SHA-256 (hex) of all prompts and columns: equal only if the data are the same, in the same order.
+    """SHA-256 (hex) of all prompts and columns: equal exactly if the data are the same, in the same order.
 
     Warns once about a column with objects whose content cannot be described: only their class is hashed, so a change inside them
     goes unnoticed. This is not an error, because training with them works.
