@@ -1,12 +1,13 @@
 """Controls access to the dashboard.
 
-    a key, typed once      → a cookie that no script can read, sealed with what is stored of the key: it is good for a week, outlives a
+    a key, typed once      → a cookie that no script can read, signed with the stored hash of the key: it is valid for a week, survives a
                              restart, and ends with the key; here also when its browser signs out
     a key with each request→ for programs, as the other servers take it
-    no keys at all         → everyone at this machine, but no page of another site that has a browser ask for it
+    no keys at all         → everyone on this machine, but no request that a page of another site makes a browser send
 
-Only our own forms change anything: a form carries a token that other sites cannot read, and comes from a page of this host. So a link or
-a page elsewhere changes nothing, whatever a browser sends along. And nothing can be changed at all unless the settings allow it.
+Only our own forms can change anything: a form has a token that other sites cannot read, and must be sent by a page of this host. So
+links and pages of other sites change nothing, even though a browser sends its cookies with them. And nothing can be changed at all
+unless the settings allow it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, caller_of, 
 from groupwise.api.schemas.problems import Refusal
 
 LASTS = 7 * 86_400
-"""Seconds for which a cookie is good."""
+"""Seconds for which a cookie is valid."""
 TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
-"""Keys that may be tried from one address."""
+"""Keys that one address may try: rate per second, and burst."""
 MOST_LEFT = 10_000
-"""Signed-out cookies that are remembered."""
+"""Most signed-out cookies that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Visitor:
 
     caller: Caller
     token: str = field(default="", repr=False)
-    """Token for the visitor's forms; empty for a program with a key, which no other site can make ask."""
+    """Token for the visitor's forms; empty for a program with a key, because another site cannot make a program send requests."""
     by_cookie: bool = False
     """True if there is a session to sign out of."""
 
@@ -51,7 +52,7 @@ class Door:
         *,
         acts: bool = False,
     ) -> None:
-        """`acts`: whether anything may be changed here."""
+        """`acts`: True if the dashboard may change anything."""
         self._keys, self._clock, self._acts = keys, clock, acts
         self._own = secrets.token_hex(32)
         self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
@@ -59,7 +60,7 @@ class Door:
 
     @property
     def is_open(self) -> bool:
-        """True if no key is needed; then only this machine is answered."""
+        """True if no key is needed; then only requests from this machine are answered."""
         return self._keys is None
 
     def visitor(self, headers: Mapping[str, str], cookie: str | None) -> Visitor | None:
@@ -82,11 +83,11 @@ class Door:
         return f"{content}.{self._keys.sealed(caller.key_id, f'cookie {content}')}"
 
     def leave(self, cookie: str | None) -> None:
-        """Sign a cookie out: it is no longer accepted, as long as this dashboard runs."""
+        """Sign a cookie out: this dashboard process no longer accepts it."""
         if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
             return
         self._left[cookie] = None
-        # The oldest go first, not those that have expired: a clock that is set back makes none good again.
+        # Remove the oldest, not the expired ones: if the clock is set back, an expired cookie would become valid again.
         while len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
 
@@ -97,7 +98,7 @@ class Door:
     def expect_actor(
         self, visitor: Visitor, headers: Mapping[str, str], token: str, role: Role = Role.ACT
     ) -> None:
-        """Raise `forbidden` unless they may change something, by a form of ours that a page of ours has sent."""
+        """Raise `forbidden` unless the visitor may change something, with one of our forms sent by one of our pages."""
         if visitor.token and not (
             hmac.compare_digest(visitor.token.encode(), token.encode())
             and is_from_our_page(headers)
@@ -120,7 +121,7 @@ class Door:
             )
 
     def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
-        """The visitor of a cookie `KEY.EXPIRY.NONCE.SEAL`; None if it is forged, signed out or out of date, or its key is gone."""
+        """The visitor of a cookie `KEY.EXPIRY.NONCE.SEAL`; None if it is forged, signed out or expired, or its key no longer exists."""
         content, _, seal = cookie.rpartition(".")
         name, _, rest = content.partition(".")
         until, _, nonce = rest.partition(".")
@@ -134,14 +135,15 @@ class Door:
 
 
 def cookie_name(headers: Mapping[str, str], above: str) -> str:
-    """Cookie name of the dashboard below a path of a host: browsers send a cookie to all ports of its host, and to all paths below its
-    own."""
+    """Cookie name of a dashboard, made of its port and path prefix: browsers send a cookie to all ports of its host, and to all
+    paths below its own, so dashboards would overwrite each other's cookies.
+    """
     _, _, port = headers.get("host", "").rpartition(":")
     words = ["groupwise", port if port.isdecimal() else "", *above.split("/")]
     return "-".join(filter(None, words))
 
 
 def refuse_other_sites(headers: Mapping[str, str]) -> None:
-    """Raise `forbidden` for what a page of another site has a browser send; a program says of itself nothing of the kind."""
+    """Raise `forbidden` for a request that a page of another site made a browser send; programs do not send the headers that show this."""
     if is_from_our_page(headers) is False:
         raise Refusal("forbidden", "A page of another site has asked for this.")

@@ -1,7 +1,7 @@
-"""The dashboard's application: its pages, its files, and what goes with every answer.
+"""The dashboard's application: its pages, its static files, and the headers of every response.
 
-A page is a template and data (`pages.py`), rendered here; nothing is built beforehand, and nothing is loaded from elsewhere. Scripts of
-ours draw plots and keep pages up to date (`static/plots.js`, `static/live.js`), and are not needed for the rest.
+A page is a template and data (`pages.py`), rendered here; there is no build step, and nothing is loaded from other hosts. Our
+scripts draw plots and keep pages up to date (`static/plots.js`, `static/live.js`); the rest works without them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every answer: scripts and styles are files of ours, and no other site may frame or read a page, or see its address as a
-referrer."""
+"""Headers of every response: scripts and styles are only our own files, and no other site may frame or read a page, or see its
+address as a referrer.
+"""
 KEPT = "public, max-age=31536000, immutable"
-"""Cache header of files whose address has their content's hash."""
+"""Cache header of files whose address contains the hash of their content."""
 
 
 def make_app(place: DashboardContext) -> ASGIApp:
-    """The application. Its `state.place` is what all pages are made of."""
+    """The application. Its `state.place` holds everything that pages are made of."""
     routes = [
         Route("/", _first),
         *runs.ROUTES,
@@ -95,7 +96,7 @@ def _lives(_: Request) -> Response:
 
 
 class _Static(StaticFiles):
-    """Files of ours, which browsers keep."""
+    """Our static files, which browsers may cache."""
 
     def file_response(self, *args: object, **kwargs: object) -> Response:
         """See `StaticFiles.file_response`."""

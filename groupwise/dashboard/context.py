@@ -25,17 +25,17 @@ class Ending(Protocol):
 
 @dataclass(slots=True)
 class DashboardContext:
-    """All that pages are made of."""
+    """Everything that pages are made of."""
 
     runs: RunsIndex
     door: Door
     fleet: WatchedFleet | None = None
     server: WatchedServer | None = None
     ending: Ending = field(default_factory=threading.Event)
-    """Set once it ends, so that streams do."""
+    """Set when the dashboard ends, so streams end too."""
 
     def run(self, name: str) -> Path:
-        """The folder of a run of this dashboard. Raises RunNotFoundError, for whatever is no name of one, too."""
+        """The folder of a run of this dashboard. Raises RunNotFoundError, also for an invalid name."""
         if self.has(name):
             return self.runs.folder / name
         if name in {path.name for path in run_folders(self.runs.folder)}:

@@ -1,7 +1,7 @@
-"""Tells open pages that their content has changed: one event stream for each page.
+"""Notifies open pages that their content has changed: one event stream for each page.
 
-The stream says only that something is new, and the page then reloads its content. So no change in between is lost, and a page that
-slept is up to date after one request.
+The stream only signals that something is new, and the page then reloads its content. So no intermediate change is lost, and a page
+that was suspended is up to date after one request.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from groupwise.dashboard.sources.runs import changed, stamp_of
 from groupwise.runs.folder import RESULTS
 
 EVERY = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 BEAT = 15.0
-"""Seconds after which something is sent in any case: proxies close silent connections, and a client that has gone is noticed."""
+"""Seconds after which something is sent in any case: proxies close silent connections, and a closed browser is noticed by sending."""
 MOST_STREAMS = 100
 RETRY_SECONDS = 5.0
 
 Look = Callable[[], Any]
-"""A function whose value changes once a page has news."""
+"""A function whose value changes when a page has news."""
 
 
 class Streams:
@@ -50,7 +50,9 @@ class Streams:
 
 
 async def live(request: Request) -> Response:
-    """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without, of all runs and their results."""
+    """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without these, of all runs and their
+    results.
+    """
     place: DashboardContext = request.app.state.place
     if visitor_of(request) is None:
         raise Refusal("unauthorised")
@@ -68,7 +70,7 @@ def look_of(place: DashboardContext, request: Request) -> Look:
     """The function to watch for the page of this address."""
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
-        # State of a run: its record, the results that evaluations have left beside it, and whether a process works on it.
+        # State of a run: its record, the results of evaluations in its folder, and whether a process works on it.
         return lambda: [
             (stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state)
             for path in runs
@@ -82,7 +84,7 @@ def look_of(place: DashboardContext, request: Request) -> Look:
 async def _events(
     place: DashboardContext, look: Look, streams: Streams, request: Request
 ) -> AsyncGenerator[bytes]:
-    """Send news until the browser goes, or the dashboard ends."""
+    """Send news until the browser disconnects or the dashboard ends."""
     try:
         yield b"retry: 3000\n\n"
         before, silent = await asyncio.to_thread(look), 0.0

@@ -1,6 +1,7 @@
-"""The dashboard of a training server, below a path of its own address: the same keys open it, and it shows the server's own runs.
+"""The dashboard of a training server, mounted under a path of the server: the same keys open it, and it shows the server's own
+runs.
 
-Nothing is asked over the network: pages run in threads, and ask the server through its event loop.
+No network is used: pages run in threads, and query the server through its event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
-    """Puts the dashboard of these settings before a server's routes."""
+    """Mounts the dashboard of these settings in front of a server's routes."""
 
     def put(behind: ASGIApp, serving: Serving) -> ASGIApp:
         server = WatchedServer(Here(serving, asyncio.get_running_loop()))
@@ -46,7 +47,7 @@ def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
 
 
 class Here:
-    """The server of this process, for threads."""
+    """The server of this process, with methods for use in threads."""
 
     def __init__(self, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
         self._serving, self._loop = serving, loop
@@ -71,7 +72,7 @@ class Here:
 
 
 def _below(dashboard: ASGIApp, behind: ASGIApp) -> ASGIApp:
-    """The dashboard below PREFIX, and the server's own application everywhere else."""
+    """The dashboard for paths below PREFIX, and the server's own application for all others."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

@@ -1,7 +1,7 @@
-"""Pages: a template and the data that it shows. The same data is the answer to programs that ask for JSON.
+"""Pages: a template and the data that it shows. Programs that ask for JSON get the same data.
 
-A page is a function of a `Visit` that returns a `Page`, or a response of its own if it gives a file. It may block: it runs in a thread.
-What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and becomes a page that says what to do.
+A page is a function of a `Visit` that returns a `Page`, or a response of its own if it gives a file. It may block: it runs in a
+thread. Errors of users are raised as usual (`GroupwiseError`, `Refusal`) and become a page that says what to do.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from groupwise.dashboard.templates import render
 Q = TypeVar("Q", bound="Query")
 T = TypeVar("T")
 TOKEN = "token"
-"""Field of every form that changes something."""
+"""Field with the token, in every form that changes something."""
 FORM = "application/x-www-form-urlencoded"
 ABOVE = "groupwise.above"
 """Scope key of the path prefix before our paths."""
 MOST_FORM = 64 * 1024
-"""Bytes of a form."""
+"""Largest form in bytes."""
 LARGEST = 2**63 - 1
-"""The largest whole number that a record can be searched for."""
+"""The largest integer that a record can be searched for."""
 
 
 class Query(BaseModel):
@@ -55,12 +55,12 @@ class ListPage(Generic[T]):
 
     rows: Sequence[T]
     page: int
-    """Number of the page, from 1; the last one if a later one was asked for."""
+    """Page number, from 1; the last page if a later one was requested."""
     pages: int
 
 
 def paginate(rows: Sequence[T], page: int, most: int) -> ListPage[T]:
-    """Cut a page of `most` rows from a list."""
+    """The page with number `page` of a list, with `most` rows per page."""
     pages = max(1, -(-len(rows) // most))
     page = min(page, pages)
     return ListPage(rows[(page - 1) * most : page * most], page, pages)
@@ -72,9 +72,9 @@ class Page:
 
     template: str
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Also the answer as JSON."""
+    """The template's data, and the content of the JSON response."""
     live: str = ""
-    """The address of events after which the page is to be brought up to date; empty: it stays as it is."""
+    """The address of the event stream after whose events the page reloads; empty: the page is static."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Visit:
     visitor: Visitor
 
     def named(self, name: str) -> str:
-        """A part of the address's path."""
+        """A part of the address's path, by its name."""
         return str(self.request.path_params[name])
 
     def query(self, kind: type[Q]) -> Q:
@@ -108,14 +108,14 @@ class Visit:
             raise UsageError(f"{first.field}={first.given!s:.100}: {first.message}.") from None
 
     def said_with(self, **changed: Any) -> str:
-        """This page's address with changed parameters; None takes one away."""
+        """This page's address with changed parameters; None removes one."""
         others = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
         new = [(name, str(value)) for name, value in changed.items() if value not in (None, "")]
         return str(self.request.url.replace(query="").path) + _as_query([*others, *new])
 
 
 def live_of(*runs: str) -> str:
-    """The address of events of these runs."""
+    """The address of the event stream of these runs."""
     return "/live" + _as_query([("run", name) for name in runs])
 
 
@@ -123,18 +123,18 @@ Show = Callable[[Visit], Page | Response]
 
 
 def page_route(path: str, show: Show) -> Route:
-    """A page at this address."""
+    """The route of a page."""
     return Route(
         path, partial(_answer, show), methods=["GET"], name=getattr(show, "__name__", path)
     )
 
 
 Do = Callable[[Visit, Mapping[str, str]], str]
-"""Changes something as a form asks, and returns the address that is shown then."""
+"""Executes a form and returns the address to show next."""
 
 
 def form_route(path: str, do: Do, role: Role = Role.ACT) -> Route:
-    """A route for a form that changes something, which takes a key of this role."""
+    """The route of a form that changes something and requires a key of this role."""
     name = getattr(do, "__name__", path)
     return Route(path, partial(_do, do, role), methods=["POST"], name=name)
 
@@ -177,7 +177,7 @@ async def _answer(show: Show, request: Request) -> Response:
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form, each once. Raises `too_large`, and `unsupported_media_type` for what no form of ours sends."""
+    """The fields of a form, each once. Raises `too_large`, and `unsupported_media_type` for content that our forms do not send."""
     if request.headers.get("content-type", "").partition(";")[0] != FORM:
         raise Refusal("unsupported_media_type")
     body = b""
@@ -195,7 +195,7 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def above(request: Request) -> str:
-    """The prefix of our paths in addresses: empty, unless another server mounts us under a path."""
+    """The path prefix of our addresses: empty, unless another server mounts us under a path."""
     return str(request.scope.get(ABOVE, ""))
 
 
@@ -218,12 +218,12 @@ def respond(visit: Visit, page: Page) -> Response:
         },
         above(visit.request),
     )
-    # A text with a lone surrogate is shown as well as it can be.
+    # A text with a lone surrogate is shown as well as possible.
     return HTMLResponse(text.encode("utf-8", "replace"))
 
 
 def wants_json(request: Request) -> bool:
-    """True if the client is a program: `?format=json`, or it accepts JSON and no page."""
+    """True if the client is a program: `?format=json`, or it accepts JSON but not HTML."""
     if request.query_params.get("format") == "json":
         return True
     accepts = request.headers.get("accept", "")
@@ -252,7 +252,7 @@ async def respond_error(request: Request, error: Exception) -> Response:
             "code": error.code if isinstance(error, GroupwiseError) else "internal",
             "detail": message,
         }
-        content = json.dumps(body).encode()  # a lone surrogate is written as its number
+        content = json.dumps(body).encode()  # a lone surrogate is written as its code
         return Response(content, status, headers, media_type=MEDIA_TYPE)
     place: DashboardContext | None = getattr(request.app.state, "place", None)
     parts = {
@@ -269,7 +269,7 @@ def _as_query(pairs: list[tuple[str, str]]) -> str:
 
 
 async def respond_not_found(request: Request, error: Exception) -> Response:
-    """The answer for an unknown address, or a method that an address does not take."""
+    """The response for an unknown address, or for a method that an address does not support."""
     status = getattr(error, "status_code", 404)
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
     return await respond_error(

@@ -23,14 +23,14 @@ from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import WatchedServer
 
 END_SECONDS = 5
-"""Seconds in which connections must be closed."""
+"""Seconds within which connections must be closed."""
 FIRST_LOOK = 6.0
-"""Seconds in which the runs are read before it says that it listens; later pages find them read."""
+"""Seconds for reading the runs before the server reports that it listens; later pages then find them in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How it listens, and what it shows."""
+    """The addresses it listens on, and the content it shows."""
 
     runs: Path
     host: str = "127.0.0.1"
@@ -40,15 +40,15 @@ class Settings:
     key: str | None = None
     """PEM files, for TLS."""
     proxy: str | None = None
-    """Address of a proxy in front, whose forwarded headers are believed."""
+    """Address of a proxy in front, whose forwarded headers are trusted."""
     acts: bool = False
     """True if buttons may change something."""
 
 
 def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
-    """Keys that are let in; None: there are none, and only this machine is answered. `plain`: from the environment.
+    """Keys that grant access; None if there are none, and only this machine is answered. `plain`: the key from the environment.
 
-    Raises UsageError where others could look without one, or a key would travel in the clear.
+    Raises UsageError if others could connect without a key, or a key would be sent unencrypted.
     """
     stored = () if settings.key_file is None else read_keys_in(settings.key_file.expanduser())
     if settings.key_file is not None and not stored:
@@ -79,7 +79,7 @@ def serve(
     fleet: WatchedFleet | None = None,
     server: WatchedServer | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code. Raises UsageError if it cannot begin."""
+    """Serve until a signal arrives; returns the exit code. Raises UsageError if it cannot start."""
     if settings.runs.exists() and not settings.runs.is_dir():
         raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)

@@ -1,4 +1,6 @@
-"""The training server: its run, the groups that wait for rewards and steps, who waits for room, who has asked, and their sessions."""
+"""The training server: its run, the groups that wait for rewards and steps, requests that wait for capacity, its clients, and their
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from groupwise.dashboard.sources.server import WatchedServer
 
 LIVE = "/live?server"
 LONG = 10.0
-"""Seconds a request may wait before the page explains why."""
+"""Seconds that a request may wait before the page explains why."""
 STATES = {
     "open": "sampled, and not rewarded yet",
     "rewarded": "waits for a step",
@@ -22,7 +24,7 @@ STATES = {
     "stale": "too old when a step could have taken it",
     "quarantined": "left out, because a step with it ended the engine twice",
 }
-"""States of groups, in the order of their lives, with their meanings."""
+"""States of groups, in the order of their life cycle, with their meanings."""
 
 
 def _of(visit: Visit) -> WatchedServer:

@@ -1,4 +1,4 @@
-"""The page where a key is typed, once."""
+"""The page on which a user enters a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def show(request: Request) -> Response:
 
 
 async def enter(request: Request) -> Response:
-    """Take the key, and give a cookie for it. Signing in takes a key, so no other site can make a browser do it."""
+    """Exchange a key for a cookie. Signing in requires the key itself, so no other site can make a browser do it."""
     place: DashboardContext = request.app.state.place
     refuse_other_sites(request.headers)
     form = await read_form(request)
@@ -60,7 +60,7 @@ async def leave(request: Request) -> Response:
 
 
 def _own(request: Request) -> str:
-    """The paths to which a cookie is sent."""
+    """The path prefix for which the cookie is valid."""
     return above(request) or "/"
 
 
@@ -70,7 +70,7 @@ def _form(request: Request, there: str, *, wrong: bool = False) -> Response:
 
 
 def _here(request: Request, address: str | None) -> str:
-    """A page of this dashboard; anything else is its first one."""
+    """An address of this dashboard; any other address is replaced by the first page."""
     first = f"{above(request)}/runs"
     if not address or not address.startswith(f"{above(request)}/"):
         return first

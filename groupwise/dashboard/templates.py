@@ -1,7 +1,7 @@
 """Renders pages: Jinja's templates with everything escaped, and the few filters that they share.
 
-Text by a model or a user is shown as text and nothing else: characters that would command a terminal or turn the direction of what
-follows are shown as pictures (`display.text`), and each text stands in an element whose direction is its own.
+Text by a model or a user is always shown literally: characters that would control a terminal or change the writing direction are
+shown as visible symbols (`display.text`), and each text is in an element with its own direction.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ OUTCOMES = {
 MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")
 """Special tokens of chat templates."""
 SPEAKER = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(\w{1,20})\b")
-"""The speaker of a message, after the mark with which it begins."""
+"""The role of a message, after its start mark."""
 LONGEST_LINE = 4_000
 LONGEST = 200_000
-"""Characters of one text in a page; more of it is in the file that the page links to."""
+"""Most characters of one text in a page; the whole text is in the file that the page links to."""
 
 
 @cache
 def environment(at: str = "") -> Environment:
-    """All templates. `at` stands before each path of ours: `/dashboard` where another server has put us below it."""
+    """All templates. `at` is the prefix of all our paths: `/dashboard` if another server mounts us there."""
     made = Environment(
         loader=PackageLoader("groupwise.dashboard"),
         autoescape=True,
@@ -68,25 +68,25 @@ def render(template: str, data: Mapping[str, Any], at: str = "") -> str:
 
 @cache
 def static(at: str, name: str) -> str:
-    """The address of a file of ours, which changes with its content, so that browsers may keep it."""
+    """The address of a static file, which changes with its content, so browsers may cache it."""
     digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
     return f"{at}/static/{name}?v={digest}"
 
 
 def text(value: Any, most: int = LONGEST) -> str:
-    """Untrusted text, made harmless and otherwise unchanged; very long text is cut."""
+    """Untrusted text with control characters made visible, otherwise unchanged; very long text is cut."""
     found = _as_text(value)
     more = f"\n… {len(found) - most:,} more characters" if len(found) > most else ""
     return clean(found[:most]) + more
 
 
 def line(value: Any) -> str:
-    """The beginning of the same, in one line."""
+    """The start of untrusted text, on one line."""
     return short(value, LONGEST_LINE)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people, with `digits` significant digits."""
+    """A number for readers, with `digits` significant digits."""
     if value is None:
         return "–"
     if isinstance(value, int) or not math.isfinite(value):
@@ -103,12 +103,12 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """A point in time, in the zone of the dashboard's machine, which is named."""
+    """A point in time, in the time zone of the dashboard's machine, which is shown."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 def ago(seconds: float | None) -> str:
-    """How long it is since then."""
+    """The time elapsed since then."""
     if seconds is None:
         return ""
     elapsed = duration(max(0.0, time.time() - seconds)).split()
@@ -129,12 +129,12 @@ def spark(values: Sequence[float], width: int = 120, height: int = 28) -> str:
 
 
 def short(value: Any, most: int = 60) -> str:
-    """The beginning of untrusted text, in one line; the rest is not looked at. A line break may be two characters."""
+    """The start of untrusted text, on one line; the rest is not processed. A line break may be two characters."""
     return shorten(one_line(_as_text(value)[: 2 * most + 2]), most)
 
 
 def gist(value: Any, most: int = 160) -> str:
-    """The end of a prompt in one line, where its question stands, without the marks of a chat template between its messages."""
+    """The end of a prompt on one line, because its question is usually there, without the marks of a chat template."""
     text = SPEAKER.sub(r" \1: ", _as_text(value)[-20 * most :])
     plain = (
         " ".join(clean(MARKS.sub(" ", text)).split())
@@ -145,7 +145,7 @@ def gist(value: Any, most: int = 160) -> str:
 
 
 def said(prompt: Any) -> str:
-    """A prompt for people: text as it is, messages one after the other; whatever else a file has in its place as data."""
+    """A prompt for readers: text unchanged, messages one after the other, anything else as data."""
     try:
         return prompt_text(prompt)
     except (AttributeError, TypeError):
@@ -153,32 +153,32 @@ def said(prompt: Any) -> str:
 
 
 def written(iso: str | None) -> str:
-    """A point in time as an API writes it, for people; the time of the dashboard's machine."""
+    """A timestamp of an API for readers, in local time of the dashboard's machine."""
     return "" if not iso else moment(datetime.fromisoformat(iso).timestamp())
 
 
 def since(iso: str | None) -> str:
-    """How long it is since then."""
+    """The time elapsed since then."""
     return "" if not iso else ago(datetime.fromisoformat(iso).timestamp())
 
 
 def signed(value: float | None) -> str:
-    """A difference."""
+    """A difference, with its sign."""
     return "–" if value is None else f"{value:+.3f}".replace("-", "−")
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """A share, as a percentage."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def segment(value: Any) -> str:
-    """A part of an address's path."""
+    """A value quoted for use in an address's path."""
     return quote(str(value), safe="")
 
 
 def pretty(value: Any) -> str:
-    """Plain data, for people."""
+    """Plain data, formatted for readers."""
     return json.dumps(value, indent=2, ensure_ascii=False, default=str)
 
 

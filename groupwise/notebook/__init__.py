@@ -66,7 +66,7 @@ __all__ = [
     "train_grpo",
 ]
 
-# tqdm says so when it is imported where ipywidgets is missing; its bars, of downloads, are text there.
+# tqdm warns on import if ipywidgets is missing; its bars (of downloads) are text then.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 _ROOMS = {

@@ -1,4 +1,4 @@
-"""Finds what a function uses: names and modules that are the user's, and the parts that values are made of."""
+"""Finds what a function uses: names and modules of the user, and the parts that values consist of."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ OURS = "groupwise"
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _INSTALLED = ("site-packages", "dist-packages")
 _COMPILED = 1 << 8
-"""Class flag Py_TPFLAGS_IMMUTABLETYPE: the class is written in C, and cannot be changed."""
+"""Class flag Py_TPFLAGS_IMMUTABLETYPE: the class is written in C and cannot be changed."""
 
 
 def globals_used(function: FunctionType) -> dict[str, Any]:
-    """Globals that a user's function reads, and what it uses of the user's modules, each under its full name."""
+    """Globals that a user's function reads, and the names that it uses from the user's modules, each under its full name."""
     own = function.__globals__
     loaded: dict[str, Any] = {}
     every = [*codes(function.__code__)]
@@ -64,12 +64,12 @@ def globals_used(function: FunctionType) -> dict[str, Any]:
 
 
 def captured_values(function: FunctionType) -> dict[str, Any]:
-    """Values that a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
+    """Values that a function holds: its closure, its defaults by parameter name, and its attributes."""
     code = function.__code__
     cells: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         cells[name] = None
-        with suppress(ValueError):  # nothing is in it yet
+        with suppress(ValueError):  # the cell is still empty
             cells[name] = cell.cell_contents
     defaults = function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
@@ -89,7 +89,7 @@ def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
         if each.opname == "IMPORT_NAME":
             level = instructions[place - 2].argval
             wanted = instructions[place - 1].argval or ()  # the names of `from … import names`
-            with suppress(Exception, SystemExit):  # the function will say so itself
+            with suppress(Exception, SystemExit):  # the function will raise it itself
                 name = importlib.util.resolve_name("." * level + each.argval, package)
                 if _is_of_the_user(name.partition(".")[0]):
                     found[name] = importlib.import_module(name)
@@ -102,7 +102,7 @@ def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
 def _module_parts(
     module: ModuleType, names: Sequence[str], above: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Names that code may use of a user's module and of the modules in it, with their values."""
+    """Names in a user's module, and in modules within it, that code may use, with their values."""
     if not _is_of_the_user(module.__name__) or module in above:
         return
     for name in names:
@@ -114,7 +114,7 @@ def _module_parts(
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's, and those of the functions and comprehensions within it."""
+    """The code of a function, and the code of functions and comprehensions within it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -122,34 +122,34 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def whole_name(module: str, name: str) -> str:
-    """A name with its module; of the notebook itself the name alone."""
+    """A name with its module; names of the notebook itself have no module."""
     return name if module == "__main__" else f"{module}.{name}"
 
 
 def place_of(value: FunctionType | type) -> str:
-    """Its name, with its module."""
+    """The value's qualified name, with its module."""
     return whole_name(str(value.__module__), value.__qualname__)
 
 
 def is_global(value: FunctionType) -> bool:
-    """True if its module has it under its own name."""
+    """True if the function's module has it under its own name."""
     return value.__globals__.get(value.__qualname__) is value
 
 
 def of_this_package(value: FunctionType | type) -> bool:
-    """True if it is Groupwise's own."""
+    """True if it belongs to Groupwise."""
     users = is_users_class(value) if isinstance(value, type) else is_users_function(value)
     return not users and str(value.__module__).partition(".")[0] == OURS
 
 
 def is_users_function(value: FunctionType) -> bool:
-    """True if the user wrote it, or the function it wraps; `functools.wraps` gives a wrapper the module of the wrapped function."""
+    """True if the user wrote it or the function that it wraps; `functools.wraps` gives a wrapper the module of the wrapped function."""
     modules = (value.__module__, value.__globals__.get("__name__", "__main__"))
     return any(_is_of_the_user(str(module)) for module in modules)
 
 
 def is_users_class(value: type) -> bool:
-    """True if the user wrote it, and in Python."""
+    """True if the user wrote the class, in Python."""
     return not value.__flags__ & _COMPILED and _is_of_the_user(str(value.__module__))
 
 
@@ -160,7 +160,7 @@ def _is_of_the_user(module: str) -> bool:
     package = module.partition(".")[0]
     if package == OURS or package in sys.stdlib_module_names:
         return False
-    file = None  # the cells of a notebook have none
+    file = None  # cells of a notebook have no file
     if module in sys.modules:
         file = getattr(sys.modules[module], "__file__", None)
     else:
@@ -172,12 +172,12 @@ def _is_of_the_user(module: str) -> bool:
 CONSTANTS: tuple[type, ...] = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
 )
-"""Types whose values never change, if a value is of exactly this type and of no subclass."""
+"""Types whose values never change, for values of exactly this type (not of a subclass)."""
 SAID: tuple[type, ...] = (
     *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
     *(itemgetter, attrgetter),
 )
-"""Values of Python that say all of themselves in words."""
+"""Standard library values whose repr describes them completely."""
 CACHED: Any = type(functools.lru_cache(len))
 """Type of a function wrapped by `functools.cache`."""
 _MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
@@ -188,9 +188,9 @@ _MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
     (functools.singledispatchmethod, {"function": "func", "dispatcher": "dispatcher"}),
     (CACHED, {"function": "__wrapped__"}),
 )
-"""Code around code, with the attributes that say which."""
+"""Wrappers of code, with the attributes that hold the wrapped code."""
 _BY_ATTRIBUTES = (SimpleNamespace, Namespace, Template, UserDict, UserList, UserString)
-"""Objects of Python whose attributes say all."""
+"""Standard library objects that are fully described by their attributes."""
 _METHODS = (
     *(staticmethod, classmethod, property, functools.partialmethod),
     *(functools.singledispatchmethod, CACHED),
@@ -200,7 +200,7 @@ _SILENT_MODULES = (
     *("_abc", "abc", "dataclasses", "typing", "inspect", "weakref", "_weakref", "contextvars"),
     *("threading", "_thread", "_contextvars", "asyncio.locks", "types", "torch.autograd.grad_mode"),
 )
-"""Modules whose objects hold nothing that could change a reward's value."""
+"""Modules whose objects hold nothing that could change the value of a reward."""
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
@@ -209,7 +209,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
         parts = captured_values(value)
         if is_users_function(value) or of_this_package(value):
             return parts
-        # Of a library's function, what the user may have given it: code, numbers, texts, collections.
+        # Of a library function, only values that the user may have passed to it: code, numbers, texts, collections.
         given = (*CONSTANTS, list, tuple, set, frozenset, dict)
         return {
             name: part
@@ -239,7 +239,7 @@ def is_users_code(value: Any) -> bool:
 
 
 def _of_class(value: type[object]) -> dict[str, Any]:
-    """The entries of a class that the user wrote, and the defaults of a model's fields; nothing of other people's classes."""
+    """The entries of a class that the user wrote, and the defaults of a model's fields; empty for other classes."""
     if not is_users_class(value):
         return {}
     fields = getattr(value, "model_fields", {}) if issubclass(value, BaseModel) else {}
@@ -259,7 +259,9 @@ def _of_class(value: type[object]) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """The fields of data, and all that a user's object holds; None for data of this package that may change while it is used."""
+    """The fields of a dataclass or model, and all state of a user's object; None for mutable data of this package, which may change
+    in use.
+    """
     model = isinstance(value, BaseModel)
     kind = cast("type[object]", type(value))
     if is_users_class(kind):
@@ -292,7 +294,7 @@ def is_collection(value: Any) -> bool:
 
 
 def is_silent(value: Any) -> bool:
-    """True if nothing needs to be known of it: it is no data, or its class is described elsewhere."""
+    """True if it needs no description: it is not data, or its class is described elsewhere."""
     kind = cast("type[object]", type(value))
     return (
         isinstance(value, _SILENT)
@@ -304,5 +306,5 @@ def is_silent(value: Any) -> bool:
 
 
 def has(value: Any, *names: str) -> bool:
-    """True if its class has all these names; the class decides, since an object may answer to any name."""
+    """True if its class has all these names. The class is checked, because an object may respond to any name."""
     return all(hasattr(cast("type[object]", type(value)), name) for name in names)

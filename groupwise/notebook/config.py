@@ -1,11 +1,11 @@
-"""The config of a notebook: one flat, typed config with the names that GRPO notebooks use, and its meaning for the core.
+"""The config of a notebook: one flat, typed config with the names that GRPO notebooks use, and its conversion for the core.
 
     config = TrainingConfig(dataset="arithmetic", num_batches=60, learning_rate=1e-4)
     config.num_generations = 8
 
-It is checked at once, and each value again when it is changed. It can be changed until it is passed to `prepare_session`. `overrides`
-takes any key of the core (docs/configuration.md) under its dotted name. A subclass may add fields of its own, for datasets and rewards
-that receive the config.
+It is checked at once, and each value again when it is changed. It can be changed until it is passed to `prepare_session`.
+`overrides` takes any key of the core (docs/configuration.md) under its dotted name. A subclass may add fields of its own, for
+datasets and rewards that receive the config.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Devices = Literal["auto"] | int | tuple[int, int]
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 PresetName = Literal["quick", "standard", "production"]
 
-if TYPE_CHECKING:  # what may be given; a credential is held as a SecretStr, and None is replaced by the computed text
+if TYPE_CHECKING:  # accepted values; credentials are stored as SecretStr, and None is replaced by the computed text
     Secret = SecretStr | str
     Computed = str
 else:
@@ -82,12 +82,12 @@ PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
         "total_generation_steps": 1024,
     },
 }
-"""Values of each preset that differ from the defaults: a quick trial, the defaults themselves, and a long run."""
+"""Values of each preset that differ from the defaults: `quick` is a short trial, `standard` the defaults, `production` a long run."""
 
 DRIVE = Path("/content/drive/MyDrive")
 """Folder of Google Drive in Colab, once it is mounted."""
 SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
-"""The fields that are credentials; their environment variables have the same names in capitals."""
+"""The fields that are credentials; their environment variables have the same names in upper case."""
 MASK = "*" * 10
 """Pydantic's placeholder for a credential."""
 
@@ -213,7 +213,7 @@ class TrainingConfig(Worded):
 
     @classmethod
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Worded`; of credentials only whether they are text."""
+        """See `Worded`; for credentials only whether they are text."""
         hidden = {
             name: (MASK if _is_mask(value) else "…") if isinstance(value, str | SecretStr) else 0
             for name, value in values.items()
@@ -223,7 +223,7 @@ class TrainingConfig(Worded):
 
     @property
     def tags(self) -> Tags:
-        """The four marks, as rewards take them."""
+        """The four marks, in the form that rewards accept."""
         return Tags(
             reasoning=_tag(self.reasoning_start, self.reasoning_end),
             answer=_tag(self.solution_start, self.solution_end),
@@ -236,7 +236,7 @@ class TrainingConfig(Worded):
 
     @property
     def chosen_backend(self) -> Literal["torch", "tunix"]:
-        """The named one, or what suits the machine."""
+        """The backend that is named, or the one that suits the machine."""
         if self.backend != "auto":
             return self.backend
         return "tunix" if accelerator() == "tpu" else "torch"
@@ -295,7 +295,7 @@ class TrainingConfig(Worded):
     @field_validator("*", mode="before")
     @classmethod
     def _number_as_the_field_has_it(cls, given: Any, info: ValidationInfo) -> Any:
-        """Converts numbers of numpy to Python's, and 10.0 to 10 if the field takes whole numbers."""
+        """Converts numpy numbers to Python's, and 10.0 to 10 if the field takes integers."""
         value = plain_number(given)
         whole = isinstance(value, float) and value.is_integer()
         field = cls.model_fields[str(info.field_name)]
@@ -407,7 +407,7 @@ class _Fixed(dict[str, Any]):
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """The value with "…" in place of what is a credential by its key or its form, within lists and mappings, too."""
+    """The value with "…" in place of credentials, recognised by their key or form, also within lists and mappings."""
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Any]", value)
         return {name: without_secrets(each, str(name)) for name, each in parts.items()}
@@ -432,13 +432,13 @@ def _closed_error(name: str) -> ConfigError:
 
 
 def takes_whole_alone(*fields: FieldInfo) -> bool:
-    """True if the only numbers they take are whole."""
+    """True if the fields accept integers but no other numbers."""
     kinds = {kind for each in fields for kind in _kinds(each.annotation)}
     return int in kinds and float not in kinds
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Types of values that an annotation admits: int and None of `int | None`."""
+    """Types that an annotation accepts: int and None for `int | None`."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -447,7 +447,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _tag(opens: str, closes: str) -> Tag:
-    """The tag's name if the marks are `<name>` and `</name>`, else both marks."""
+    """The tag's name if the marks are `<name>` and `</name>`, else the pair of marks."""
     name = opens[1:-1]
     plain = name and (opens, closes) == (f"<{name}>", f"</{name}>") and not set(name) & set("<>/")
     return name if plain else (opens, closes)

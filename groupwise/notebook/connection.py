@@ -1,14 +1,14 @@
-"""The same functions against a training server: it samples and learns, everything else stays here.
+"""The same functions with a training server: it samples and learns; everything else runs on this machine.
 
     remote = connect("http://gpu-machine:8000")
     session = remote.prepare_session(config)
     trainer_state = remote.train_grpo(config, session)
 
-Data, rewards, record and checkpoints are those of this machine, and the policy is the one that the server's machine would have trained by
-itself. See docs/how-to/train-elsewhere.md.
+Data, rewards, record and checkpoints are on this machine, and the trained policy equals one trained directly on the server's
+machine. See docs/how-to/train-elsewhere.md.
 
-What speaks with a server finds its key in the environment, which has one place for it. So each call puts the key of its own connection
-there, and there it stays, for `session.sampler` to find.
+Client code reads the key from one environment variable. So each call sets the variable to the key of its own connection and leaves
+it set, because `session.sampler` needs it later.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from groupwise.notebook.study import Search
 from groupwise.notebook.training import TrainerState, train_grpo
 
 _given: set[str | None] = set()
-"""Keys that the user gave with a URL; they are sent to no other server."""
+"""Keys that the user passed with a URL; they are not sent to any other server."""
 _outside: list[str | None] = [None]
-"""The key that was in the environment before."""
+"""The key that was originally in the environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Connection:
 
     url: str
     key: str | None = field(default=None, repr=False)
-    """None: the server asks for none."""
+    """None: the server requires no key."""
 
     export_checkpoint = staticmethod(export_checkpoint)
     format_prompt = staticmethod(format_prompt)
@@ -146,8 +146,8 @@ class Connection:
         )
 
     def _own(self, session: Session) -> Session:
-        """The session, if this server is to compute for it. Raises UsageError: it would silently be done elsewhere."""
-        # The function itself tells what is no session.
+        """The session, if it belongs to this server. Raises UsageError otherwise, because it would silently be computed elsewhere."""
+        # If it is not a session at all, the called function reports that.
         if getattr(session, "server", self.url) != self.url:
             where = "this machine" if session.server is None else session.server
             raise UsageError(
@@ -159,10 +159,10 @@ class Connection:
 
 
 def connect(url: str, api_key: str | None = None) -> Connection:
-    """The server at this URL, once it has answered. The key is else that of GROUPWISE_API_KEY.
+    """The connection to the server at this URL, once it has answered. Without `api_key`, the key is read from GROUPWISE_API_KEY.
 
-    Raises UsageError for what is no URL, ClientError for a server that does not answer or refuses the key; the environment is then as
-    it was before.
+    Raises UsageError if `url` is not text, ClientError if the server does not answer or refuses the key; the environment is then
+    restored.
     """
     given: Any = url
     if not isinstance(given, str):
@@ -186,7 +186,7 @@ def connect(url: str, api_key: str | None = None) -> Connection:
 
 
 def _use(key: str | None) -> None:
-    """Put a key where whatever speaks with a server looks for it; None: let none be there, so that no server hears that of another."""
+    """Put a key into the environment variable that client code reads. None removes it, so no server receives the key of another."""
     if key is None:
         os.environ.pop(VARIABLE, None)
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = Path("checkpoints")
 """Parent folder of experiments if they are not on Drive."""
 ACCURACY = "accuracy"
-"""The part that says whether an answer is right, recorded beside the others and not counted."""
+"""The reward part that measures whether an answer is right; recorded with weight 0."""
 SMALL = "smollm2-135m-instruct"
 GEMMA = "google/gemma-3-1b-it"
 SAVE_STEPS = 100
@@ -46,7 +46,7 @@ OWN_NAMES = {
     "training.learning_rate": "learning_rate",
     "training.seed": "seed",
 }
-"""Keys of the core, and what they are called here."""
+"""Keys of the core, with their names in a notebook's config."""
 _DECIDED = "is decided by the notebook's own fields."
 _ROWS = "has no effect here: the rows are those of the field dataset. "
 _REWARDS = "cannot be given here: the rewards are those of the notebook. "
@@ -68,7 +68,7 @@ _NOT_HERE = {
     },
     "task": "has no effect here, where no task reads it. What loaders and rewards are to know is a field of a subclass of TrainingConfig.",
 }
-"""Keys that cannot be overridden in a notebook, with all below them, and why."""
+"""Keys (with all keys below them) that cannot be overridden in a notebook, and why."""
 _NO_ADAPTER = (
     "is given as a whole, but a notebook trains an adapter of the rank lora_rank, and exports it. Leave it out, or set keys of it, such as "
     "lora.dropout. All weights of a model are trained by the command groupwise rl."
@@ -79,9 +79,9 @@ _NO_ENVIRONMENT = "is environment, which a notebook has none of. Leave it out, o
 def core_config(
     config: TrainingConfig, *, graded: bool = True, server: str | None = None
 ) -> LoadedConfig:
-    """The core's config. Raises ConfigError for what it refuses, by its own names.
+    """The core's config. Raises ConfigError for invalid values, with the core's key names.
 
-    `graded`: whether rows have answers, so that success is a right one. `server`: where it is trained, if not here.
+    `graded`: True if rows have answers; success then means a right answer. `server`: URL of the training server, if any.
     """
     folder = run_folder(config)
     model_keys, run_keys = _devices(config, server)
@@ -110,7 +110,7 @@ def core_config(
         "run": {
             "name": folder.name,
             "dir": str(folder.parent),
-            # In a short training a quarter of it, so that a lost machine does not take all of it.
+            # A short training saves after each quarter, so a lost machine does not lose everything.
             "save_steps": min(SAVE_STEPS, max(LEAST_SAVE_STEPS, config.max_steps // 4)),
             "save_total_limit": KEPT,
             "report_to": list(config.report_to),
@@ -123,7 +123,7 @@ def core_config(
 
 @contextmanager
 def by_own_names(config: TrainingConfig) -> Generator[None]:
-    """Replaces keys of the core in error messages by the names that they have here, unless the user gave the key."""
+    """Replaces keys of the core in error messages by their names here, unless the user gave the core's key."""
     try:
         yield
     except GroupwiseError as error:
@@ -136,21 +136,23 @@ def by_own_names(config: TrainingConfig) -> Generator[None]:
 
 
 def run_folder(config: TrainingConfig) -> Path:
-    """Folder of the run's record: checkpoint_dir, unless that is on Drive, where no database may live."""
+    """Folder of the run's record: checkpoint_dir, unless that is on Drive, which cannot hold a database."""
     if config.save_to_drive:
         return CHECKPOINTS / config.experiment_name
     return Path(config.checkpoint_dir)
 
 
 def model_of(config: TrainingConfig) -> str:
-    """The model that is trained: the named one, or what suits the machine."""
+    """The model that is trained: the one named in the config, or the one that suits the machine."""
     if config.model is not None:
         return config.model
     return SMALL if accelerator() == "cpu" else GEMMA
 
 
 def _devices(config: TrainingConfig, server: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The backend and its devices, as keys of `model` and keys of `run`. A training server has torch, whatever this machine has."""
+    """The backend and its devices, as keys of `model` and keys of `run`. A training server always uses torch, independently of this
+    machine.
+    """
     devices = config.devices
     if server is not None and config.backend == "tunix":
         raise ConfigError(
@@ -196,7 +198,7 @@ def _overrides(config: TrainingConfig) -> list[str]:
 
 
 def flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
-    """Keys may be dotted or nested."""
+    """Key-value pairs with dotted keys; input keys may be dotted or nested."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
         if not isinstance(key, str):

@@ -1,7 +1,8 @@
-"""Finds a notebook's credentials, and puts them where the libraries that need them look.
+"""Finds a notebook's credentials, and sets the environment variables that the libraries read.
 
-Each is looked for in the config, the environment, the secrets of Colab, those of Kaggle; the first that has it counts. It is then put
-into the environment of this process, under the name that huggingface_hub, wandb and kagglehub read, and into no file or output.
+Each credential is searched for in the config, the environment, Colab's secrets and Kaggle's secrets; the first source that has it
+is used. It is then put into the environment of this process, under the name that huggingface_hub, wandb and kagglehub read, and
+into no file or output.
 
 It stays there, since an earlier session may still train with it. So a later session that finds none uses that one, and reports an
 earlier config or session as its source; but the environment's own value, and values from other sources, come first.
@@ -23,12 +24,12 @@ CONFIG = "the config"
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """An environment variable's value that was set here."""
+    """A value that this module put into an environment variable."""
 
     value: str
     place: str
     before: str | None
-    """Its value from outside; None where it had none."""
+    """The variable's previous value; None if it was not set."""
 
 
 _put: dict[str, _Put] = {}
@@ -36,7 +37,7 @@ _put: dict[str, _Put] = {}
 
 
 def provide(config: TrainingConfig) -> dict[str, str]:
-    """Put what is found into the environment. Returns, for each credential that was found, which source had it."""
+    """Put the credentials into the environment. Returns the source of each one that was found."""
 
     def from_config(name: str) -> str | None:
         secret = getattr(config, name.lower())
@@ -49,7 +50,7 @@ def provide(config: TrainingConfig) -> dict[str, str]:
     with suppress(ImportError):
         userdata: Any = importlib.import_module("google.colab.userdata")
         sources["Colab's secrets"] = userdata.get
-    with suppress(Exception):  # the client looks for its service when it is made
+    with suppress(Exception):  # the client connects to its service when it is created
         client: Any = importlib.import_module("kaggle_secrets").UserSecretsClient()
         sources["Kaggle's secrets"] = client.get_secret
     found: dict[str, str] = {}
@@ -57,7 +58,7 @@ def provide(config: TrainingConfig) -> dict[str, str]:
         name = field.upper()
         for place, source in sources.items():
             value = None
-            # A secret that is not there, or not granted, is an error of another kind in each service.
+            # Each service raises a different error for a secret that does not exist or is not granted.
             with suppress(Exception):
                 value = source(name)
             if value:

@@ -1,4 +1,4 @@
-"""The rows that a notebook trains on: datasets by name, their train and test part, and the prompts made of their questions.
+"""The rows that a notebook trains on: datasets by name, their train and test parts, and the prompts made of their questions.
 
     def load_capitals(config):
         return [{"question": "Capital of France?", "answer": "Paris"}, …]
@@ -6,9 +6,10 @@
     register_dataset("capitals", load_capitals)
     config = TrainingConfig(dataset="capitals")
 
-A row has a `question` with an `answer`, or with a `rubric` and a `reference` answer; further columns reach the rewards, and one called
-`prompt` is what the model is given. Files and hub sets may call the first by other names. Where there is no question and the prompt is a
-chat, the question is what the user says last in it. Rows that cannot be used are left out and counted. No question is in both parts.
+A row has a `question` with an `answer`, or with a `rubric` and a `reference` answer; further columns are passed to the rewards, and
+a column `prompt` is used as the model's prompt. Files and hub datasets may have other names for the first ones. If there is no
+question and the prompt is a chat, the question is the last user message. Rows that cannot be used are left out and counted. No
+question is in both parts.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ KNOWN = {
     for each in columns.values()
     for name in each
 }
-"""Columns that are found in upper or lower case."""
+"""Columns that are recognised in upper or lower case."""
 GENERATED = 2000
-"""Problems of `arithmetic`, where dataset_max does not say how many."""
+"""Number of problems of `arithmetic` if dataset_max is not set."""
 LEVEL = 1
-"""Level of its problems: sums and differences of numbers up to 50."""
+"""Level of these problems: sums and differences of numbers up to 50."""
 
 _REGISTERED: dict[str, Loader] = {}
 
@@ -83,7 +84,7 @@ def register_dataset(name: str, loader: Loader) -> None:
 
 
 def dataset_of(config: TrainingConfig) -> str:
-    """The dataset that the config means. Raises TaskError where it names none, or one that is not there."""
+    """The dataset that the config means. Raises TaskError if it names none, or an unknown one."""
     known, name = [*_BUILT_IN, *_REGISTERED], config.dataset
     if name is None and config.use_openrubrics:
         return "openrubrics"
@@ -102,7 +103,7 @@ def dataset_of(config: TrainingConfig) -> str:
 
 
 def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
-    """The train and the test part: rows with a `prompt`, their `question`, and what they are scored by.
+    """The train and the test part: rows with a `prompt`, their `question`, and the columns that score them.
 
     Shuffled by the seed; train_fraction of the rows are trained on, at least one and all but one.
     """
@@ -126,7 +127,7 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
 
 
 def _openrubrics(config: TrainingConfig) -> Rows:
-    """Instructions with rubrics. The reference is the better of two responses, where a row has those."""
+    """Instructions with rubrics. The reference is the better of two responses, if a row has them."""
     rows: list[Row] = []
     for row in read_source(OPENRUBRICS, limit=config.openrubrics_max, seed=config.seed):
         winner = str(row.get("winner")).strip().lower()[-1:]  # A or B, or Response A
@@ -188,7 +189,7 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
 def _names(
     rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], columns: Sequence[str]
 ) -> dict[str, str]:
-    """The wanted columns' names there. `prompt` is the question only if nothing else is."""
+    """The source's names of the wanted columns. `prompt` is used as the question only if there is no other."""
     there = dict.fromkeys(column for row in rows for column in row)
     found: dict[str, str] = {}
     for ours in columns:
@@ -206,7 +207,9 @@ def _names(
 def _rename_columns(
     rows: Sequence[Row], names: Mapping[str, str], make: Callable[[Row], Row], name: str
 ) -> Rows:
-    """The rows with what `make` makes of the named columns, and with their other columns and a chat that holds the question."""
+    """The rows with the result of `make` for the named columns and with their other columns. A prompt used as the question is kept
+    only if it is a chat.
+    """
 
     def whole(row: Mapping[str, Any]) -> Row:
         chat = row.get("prompt") if names["question"] == "prompt" else None
@@ -234,7 +237,7 @@ def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tupl
 
 
 def _check_rows(given: Any, where: str, config: TrainingConfig) -> Rows:
-    """The rows of a loader, dataset_max of them."""
+    """The rows of a loader, limited to dataset_max."""
     rows = run_user_code(
         lambda: as_row_list(given, f"{where} gave", ", or two of them, (train, test)"),
         what=f"{where} failed",
@@ -246,9 +249,9 @@ def _check_rows(given: Any, where: str, config: TrainingConfig) -> Rows:
 def format_prompt(question: str, config: TrainingConfig, rubric: str | None = None) -> str:
     """The user's message: the system prompt and the question. The model's chat template is applied later.
 
-    The system prompt stands in the user's turn, because Gemma's template has no other. `rubric` is shown to the model where it is given:
-    what is then rewarded for its words may be repeated, so nothing gives it by default. Raises UsageError for a question that is no text,
-    and for what is no config.
+    The system prompt is part of the user message, because Gemma's template has no system role. `rubric`, if given, is shown to the
+    model. Nothing passes it by default, because a reward for the rubric's words could then be earned by repeating them. Raises
+    UsageError if `question` is not text or `config` is not a TrainingConfig.
     """
     called = "format_prompt(question, config)"
     if not isinstance(cast("object", question), str):
@@ -266,7 +269,7 @@ def format_prompt(question: str, config: TrainingConfig, rubric: str | None = No
 def split_rows(
     found: Rows | tuple[Rows, Rows], dataset: str, config: TrainingConfig
 ) -> tuple[Rows, Rows]:
-    """Both parts of a dataset, shuffled by the seed; of two lists, the first without what the second has. Raises TaskError."""
+    """Both parts of a dataset, shuffled by the seed; of two given lists, the first without the rows of the second. Raises TaskError."""
     stream = Stream("notebook", config.seed)
     if isinstance(found, tuple):
         train, test = found
@@ -294,7 +297,7 @@ def split_rows(
 
 
 def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
-    """Rows that the user assigns to a part, as `with_prompts` makes them; the part's name is for messages."""
+    """Rows that the user assigns to a part, with prompts as from `with_prompts`; `part` is its name in messages."""
     rows = given if isinstance(given, Rows) else as_row_list(given, f"{part} was given")
     if not rows:
         raise TaskError(f"{part} was given no rows. Expected at least one.")
@@ -302,7 +305,7 @@ def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
 
 
 def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:
-    """Raise UsageError where a question is in both parts."""
+    """Raise UsageError if a question is in both parts."""
     tested = {key_of(row) for row in test}
     shared = [row.get("question") or row.get("prompt") for row in train if key_of(row) in tested]
     if shared:
@@ -313,7 +316,7 @@ def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:
 
 
 def with_prompts(rows: Sequence[Row], config: TrainingConfig) -> Rows:
-    """The rows, each with what the model is given: its own prompt, else one made of its question."""
+    """The rows with the prompt for the model: their own, else one made of the question."""
 
     def with_prompt(given: object) -> Row:
         if not isinstance(given, dict):

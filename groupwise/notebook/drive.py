@@ -1,7 +1,7 @@
-"""Checkpoints on Google Drive, so that a run outlives the machine of a notebook.
+"""Checkpoints on Google Drive, so a run survives the loss of a notebook's machine.
 
-The run itself is recorded on the local disk, because a database must not live on a synchronised folder. Each checkpoint carries the record
-up to it (`groupwise.runs.recovery`), so a copy of the newest one is all that another machine needs to go on.
+The run itself is recorded on the local disk, because a database must not live on a synchronised folder. Each checkpoint includes
+the record up to it (`groupwise.runs.recovery`), so another machine can resume from a copy of the newest one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 MOUNT = "/content/drive"
 MARK = "run.txt"
-"""File in a mirror with the start time of its run, which distinguishes runs of one name."""
+"""File in a mirror with the start time of its run, which distinguishes runs with the same name."""
 
 logger = logging.getLogger(__name__)
 
 
 def mount(config: TrainingConfig) -> list[tuple[str, str]]:
-    """Mount Drive if that is asked for, and bring back an experiment that another machine began. Returns what to say about it."""
+    """Mount Drive if requested, and restore an experiment that another machine started. Returns rows for the session's table."""
     if not config.save_to_drive:
         return []
     ensure(config)
@@ -46,7 +46,7 @@ def mount(config: TrainingConfig) -> list[tuple[str, str]]:
 
 
 def ensure(config: TrainingConfig) -> None:
-    """Mount Drive if that is asked for; outside of Colab there is none. Raises UsageError where Colab refuses."""
+    """Mount Drive if requested; does nothing outside of Colab. Raises UsageError if Colab refuses."""
     if not config.save_to_drive or DRIVE.exists():
         return
     try:
@@ -62,7 +62,7 @@ def ensure(config: TrainingConfig) -> None:
 
 
 def mirror(config: TrainingConfig) -> Path | None:
-    """Folder to which checkpoints are copied; None if they are not."""
+    """Folder to which checkpoints are copied; None if they are not copied."""
     if not config.save_to_drive:
         return None
     place = Path(config.checkpoint_dir)
@@ -70,7 +70,7 @@ def mirror(config: TrainingConfig) -> Path | None:
 
 
 def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
-    """The callback that copies a run's checkpoints; each run of an experiment has a folder of its own, as here."""
+    """The callback that copies a run's checkpoints; each run of an experiment has its own folder, as on this machine."""
     place = mirror(config)
     if place is None:
         return None
@@ -87,13 +87,13 @@ def run_names(config: TrainingConfig) -> set[str]:
 
 
 def bring_back(place: Path, run: Path) -> list[str]:
-    """Restore the runs of an experiment that are mirrored and not here, each from its newest checkpoint. Returns `run@step` of each."""
+    """Restore the runs of an experiment that are mirrored but missing here, each from its newest checkpoint. Returns `run@step` of each."""
     brought: list[str] = []
     for number in _numbers(place):
         own = sibling(run, number)
         if (own / RECORD).is_file():
             continue
-        # The newest checkpoint that is whole. Only what is copied is read, since Drive is slow.
+        # The newest complete checkpoint. Only the copied one is read, because Drive is slow.
         for each in reversed(checkpoints.complete(sibling(place, number) / CHECKPOINTS)):
             copy = own / CHECKPOINTS / each.path.name
             _copy(each.path, copy)
@@ -111,7 +111,7 @@ def bring_back(place: Path, run: Path) -> list[str]:
 
 
 def _numbers(place: Path) -> list[int]:
-    """Numbers of the experiment's runs that are there."""
+    """Numbers of the experiment's runs in the mirror."""
     found = (
         number_of(each.parent.name, place.name) for each in place.parent.glob(f"*/{CHECKPOINTS}")
     )
@@ -119,9 +119,10 @@ def _numbers(place: Path) -> list[int]:
 
 
 class Mirror(Callback):
-    """Copies each checkpoint, and at the end the final weights, whole or not at all.
+    """Copies each checkpoint, and at the end the final weights, atomically.
 
-    A folder that holds another run of this name, as after one was removed here, is left as it is, and warned of.
+    If the folder holds another run of this name (for example because a run was removed here), it is not changed, and a warning is
+    logged.
     """
 
     def __init__(self, place: Path) -> None:
@@ -138,7 +139,7 @@ class Mirror(Callback):
             _copy_file(run.folder / COLLECTED_FILE, self._place / COLLECTED_FILE)
 
     def keep_finished(self, run: Path) -> None:
-        """Copy what is not yet on Drive of a run that was finished before."""
+        """Copy the missing files of a run that was already finished to Drive."""
         newest = checkpoints.newest(run / CHECKPOINTS)
         if newest is not None:
             self._keep(run, newest.path)
@@ -155,7 +156,7 @@ class Mirror(Callback):
         checkpoints.prune(self._place / CHECKPOINTS, KEPT)
 
     def place_of(self, run: Path) -> Path | None:
-        """The folder, if it is this run's; an empty one becomes it. None, with a warning, for another run's."""
+        """The folder, if it belongs to this run; an empty one is claimed for it. None, with a warning, if it belongs to another run."""
         created_at, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
         if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
             self._place.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,11 @@ def evaluate(
     facts = reward_facts(rewards)
     policy = "base"
     if session.folder is not None and session.weights is not None:
-        policy = session.folder.name  # the run by its name, so that the results are written there
+        policy = session.folder.name  # the run by its name, so the results are written there
         noted = Store.facts(session.folder / RECORD)
         had, now = comparable(noted.get(FACTS, {}), facts, collected_names(session.folder))
         if REWARDS in had and differences(had, now):
-            # A mean reward says nothing beside that of other functions.
+            # A mean reward cannot be compared with that of other functions.
             counted = [name for name, weight in noted["rewards"].items() if weight]
             tell(
                 f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to "

@@ -82,7 +82,7 @@ def _run_of(config: TrainingConfig, source: object) -> Path:
             f"The trainer state is of {run}, which was trained with another config: {changed} differ. Give the config that it was trained "
             "with: export_checkpoint(trainer_state.config, trainer_state)."
         )
-    # Without a config, the name of the folder decides.
+    # Without a config, the name of the folder is checked.
     if source.config is None and number_of(run.name, first) is None:
         raise UsageError(
             f"The trainer state is of {run}, but runs of this config are called {first}, {first}-2 and so on. Give the config that it was "
@@ -102,7 +102,7 @@ def _show_commands(model: ModelConfig, rank: int, name: str, adapter: Path) -> N
         imports.append("from groupwise.engine.models.bundled import fetch_model")
         base, served = f"fetch_model({base})", f'"$(groupwise fetch-model {model.name})"'
     revision = f", revision={json.dumps(model.revision)}" if model.revision else ""
-    # Over a base in float32: over a rounded one, what was learned is rounded too.
+    # Load the base in float32: added to a rounded base, the adapter's changes would be rounded too.
     lines = [
         *imports,
         "",

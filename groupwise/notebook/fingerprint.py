@@ -1,8 +1,9 @@
-"""Short fingerprints, by name, of everything that a function computes its values with: a notebook's functions are in no file.
+"""Short fingerprints, by name, of everything that determines a function's results, because a notebook's functions are not in a
+file.
 
-A function is identified by its compiled code, so that a comment may change, and a number or an operator may not. Globals that it reads
-get entries under their names; its defaults and closure, and the parts of the user's objects and classes, get names below
-theirs, `SCORER.words`. The content of a list, a dictionary or another value belongs to that value. So edits, and changes while the
+A function is identified by its compiled code: a changed comment does not matter, a changed number or operator does. Globals that it
+reads get entries under their names; its defaults and closure, and the parts of the user's objects and classes, get dotted names
+such as `SCORER.words`. The content of a list, a dictionary or another value belongs to that value. So edits, and changes while the
 function is used, can be reported by name.
 """
 
@@ -45,9 +46,9 @@ from groupwise.notebook.code_dependencies import (
 )
 
 DEEPEST = 4
-"""Parts below each other, `a.b.c.d`; what is further down belongs to the last of them."""
+"""Most levels of parts with a name of their own, `a.b.c.d`; deeper parts belong to the last of them."""
 MOST_NAMES = 2000
-"""Most names of a reward; if objects refer to each other in many ways, later ones belong to the names that exist."""
+"""Most names of a reward. Objects may refer to each other in many ways; further parts then belong to existing names."""
 
 Within = dict[int, tuple[int, Any]]
 """Values described so far, by identity: number and value. Holding the value keeps its identity from being reused."""
@@ -83,17 +84,17 @@ def _plain_value(value: Any) -> Any:
 
 
 class Look:
-    """Everything that a function uses, followed as far as it is the user's; other code is identified by name.
+    """Everything that a function uses, followed through the user's own code; other code is identified by name.
 
-    Functions and classes that their module has under their own names are described under these, whatever other names they have: so
-    nothing changes if another name is reassigned while the function is used.
+    Functions and classes that their module has under their own names are described under these names, even if they have aliases: so
+    nothing changes if an alias is reassigned while the function is in use.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.found: dict[str, str] = {}
-        """Fingerprints by name; that of the function itself under an empty one."""
+        """Fingerprints by name; the function itself has the empty name."""
         self.unseen: dict[str, str] = {}
-        """Types of things that are known by their type alone, by name."""
+        """Type names of objects that are known only by type, under the objects' names."""
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}
@@ -105,7 +106,7 @@ class Look:
             self._describe(*self._next.popleft())
 
     def _name(self, name: str, value: Any, depth: int = 0) -> str:
-        """Queues a value to be described under this name, with a number if that is taken."""
+        """Queues a value for description under this name, with a number appended if the name is taken."""
         free, number = name, 1
         while free in self._taken:
             number += 1
@@ -115,7 +116,7 @@ class Look:
         return free
 
     def _name_around(self, name: str, value: Any) -> None:
-        """A name of a module, which stands for one thing however often it is met."""
+        """Queues a module's name once, even if it is met several times."""
         if isinstance(value, type) and name == place_of(value):
             self._class(value)
         elif name not in self._around:
@@ -125,7 +126,7 @@ class Look:
     def _describe(self, name: str, value: Any, depth: int) -> None:
         try:
             self.found[name] = _short(self._description(name, value, depth))
-        except Exception:  # noqa: BLE001  a strange object, or one that goes too deep, must not prevent a training
+        except Exception:  # noqa: BLE001  an unusual or deeply nested object must not prevent a training
             self.found[name] = ""
             self.unseen[name] = place_of(cast("type[object]", type(value)))
 
@@ -146,7 +147,7 @@ class Look:
         return self._itself(value)
 
     def _itself(self, value: Any) -> Any:
-        """The thing itself, without its parts."""
+        """The value itself, without its parts."""
         if isinstance(value, type):
             above = [self._class(each) for each in (*value.__bases__, type(value))]
             return [place_of(value), above]
@@ -159,12 +160,12 @@ class Look:
         return [place_of(value), _code(value.__code__, value.__doc__)]
 
     def _class(self, value: type) -> str:
-        """The class's name, under which it is described if it is the user's."""
+        """The class's name. A class of the user is also queued for description under it."""
         place = place_of(value)
         if is_users_class(value) and id(value) not in self._met:
             self._met[id(value)] = value
             alike = [each for each in self._classes.values() if place_of(each) == place]
-            # Where a cell was run again, an object may be of the earlier class.
+            # If a cell was run again, an object may still have the earlier class of the same name.
             if not alike or self._of_class(value) not in map(self._of_class, alike):
                 self._classes[self._name(place, value)] = value
         return place
@@ -197,11 +198,11 @@ class Look:
             state = describe(state_of(value)) if is_users_class(kind) else ""
             return [self._class(kind), state, self._elements(name, value, within)]
         content = self._single(value, describe)
-        if content is None:  # its class is all that is known of it, and the user's functions in it
+        if content is None:  # only its class is known, and any functions of the user in it
             if not is_silent(value):
                 self.unseen.setdefault(name, place_of(kind))
             called = getattr(value, "__name__", "")
-            # Those of an object of `numpy.vectorize` are an example.
+            # The functions in an object of `numpy.vectorize` are an example.
             held = getattr(value, "__dict__", {}).items()
             code = {name: each for name, each in held if is_users_code(each)}
             content = [called if isinstance(called, str) else "", describe(code)]
@@ -224,8 +225,8 @@ class Look:
         return [describe(missing), [[describe(key), describe(each)] for key, each in pairs]]
 
     def _single(self, value: Any, describe: Callable[[Any], Any]) -> Any:
-        """Description of a value that is no collection; None if there is nothing to say."""
-        if isinstance(value, CONSTANTS):  # of a class below one of them
+        """Description of a value that is not a collection; None if it cannot be described."""
+        if isinstance(value, CONSTANTS):  # a value of a subclass
             plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
             return [plain.__repr__(value), describe(state_of(value))]
         if isinstance(value, Enum):  # of a library
@@ -273,7 +274,7 @@ def _constant(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """True if it consists of constants, lists, tuples and dictionaries alone: these need no closer look, and word lists are large."""
+    """True if it consists only of constants, lists, tuples and dictionaries. These need no closer look, and word lists are large."""
     met: set[int] = set()
     left: list[Any] = [value]
     while left:
@@ -284,7 +285,7 @@ def _is_plain(value: Any) -> bool:
         if kind not in (list, tuple, dict):
             return False
         if id(each) in met:
-            if kind is not tuple:  # which could hold itself
+            if kind is not tuple:  # other containers could contain themselves
                 return False
             continue
         met.add(id(each))

@@ -1,4 +1,4 @@
-"""Models that users create in a notebook: errors in their values are explained in words, all at once, as for a config file."""
+"""Models that users create in a notebook: errors in their values are explained in words, all at once, like those of a config file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Worded(Strict):
 
     @classmethod
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The given values, as messages may show them."""
+        """The given values in the form for messages."""
         return {name: _json_value(value) for name, value in values.items()}
 
     def changed(self, **changes: Any) -> Self:
-        """The same with other values; values that were not given are computed again."""
+        """A copy with other values; values that were not given are computed again."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**given, **changes})
 
@@ -46,12 +46,13 @@ class Worded(Strict):
             except ValidationError as error:
                 raise in_words(type(self), values, error) from None
 
-        # As that of pydantic's own base: what is read from JSON does not go through it, so that `validate` finds pydantic's errors.
+        # Marks this as pydantic's own constructor: validation of JSON then bypasses it, so that `validate` gets pydantic's
+        # errors.
         __init__.__pydantic_base_init__ = True
 
 
 def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationError) -> ConfigError:
-    """Everything that is wrong with these values."""
+    """An error that explains everything that is wrong with these values."""
     try:
         validate(kind, tree_of(kind.as_shown(values), kind.__name__))
     except ConfigError as worded:
@@ -60,17 +61,17 @@ def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationErr
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy or torch as one of Python; anything else as it is."""
+    """A numpy or torch number as a Python number; other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def is_count(value: object) -> bool:
-    """True for an int from 1 on; a bool is none."""
+    """True for an int of at least 1, but not for a bool."""
     return type(value) is int and value >= 1
 
 
 def _json_value(value: Any) -> Any:
-    """The value as JSON has it; its repr, if it has no form there."""
+    """The value in JSON form; its repr if it has no JSON form."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):

@@ -1,11 +1,11 @@
-"""Looking for good values of a config: each trial is a training, and Optuna chooses what to try next.
+"""Searches for good values of a config: each trial is a training, and Optuna chooses the values of the next one.
 
     found = search(config, {"learning_rate": Between(1e-6, 1e-4, log=True), "num_generations": [4, 8]}, trials=12)
     found.best            # a config
 
-A trial that does worse than half of the others so far is ended early; one with the values of an earlier one is not trained, since it would
-come to the same bits. What was tried is kept beside the trials' runs, so a search that was cut off goes on where it was, in the middle of
-a trial too, and one that is done can be given more trials.
+A trial that does worse than half of the others so far is ended early; one with the values of an earlier one is not trained, because
+its result would be identical. The trials are recorded next to their runs, so an interrupted search resumes where it was, even in
+the middle of a trial, and more trials can be added to a finished one.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECENT = 5
-"""Steps whose mean reward is compared with that of other trials."""
+"""Number of last steps whose mean reward is compared with that of other trials."""
 AFTER = "-search"
-"""Stands after the name of the experiment's folder."""
+"""Suffix of the name of the experiment's folder."""
 QUESTION = "question"
 COLLECTED = "collected"
 
@@ -80,11 +80,11 @@ def search(
 ) -> Search:
     """Train with values of the space until there are so many trials; returns them with the best config.
 
-    `metric` is one of the evaluation of the test part after the training, and larger is better. `prune` ends trials early that do worse
-    than the median. The runs are in the experiment's folder with `-search` after its name, on the local disk; with save_to_drive what
-    was tried is copied to Drive, so that another machine goes on after the last trial that had ended. Values that cannot go together
-    are a trial that failed. Where each combination of lists and whole numbers was tried, the search is over. Raises ConfigError for a
-    search of this name that asked for something else.
+    `metric` is one of the evaluation of the test part after the training, and larger is better. `prune` ends trials early that do
+    worse than the median. The runs are in the experiment's folder with `-search` after its name, on the local disk; with
+    save_to_drive the list of trials is copied to Drive, so another machine can resume after the last trial that had ended. Values
+    that cannot be combined count as a failed trial. The search ends early once every combination of lists and whole numbers was
+    tried. Raises ConfigError if an earlier search of this name had another configuration.
     """
     refuse_no_config(config)
     trials = plain_number(trials)
@@ -133,7 +133,7 @@ def search(
 def _train_trial(
     study: Study, trial: Trial, session: Session, rewards: Rubric, metric: str, *, prune: bool
 ) -> None:
-    """Train a trial, unless that was done before an interruption, and report its result to the study."""
+    """Train a trial, unless it was already trained before an interruption, and report its result to the study."""
     run_training(session, rewards, [_Pruner(trial)] if prune else [])
     if "stopped" in session.run.summary:
         end_early(study, trial)
@@ -146,15 +146,15 @@ def _refuse_other_question(
 ) -> None:
     """Raise ConfigError if earlier trials of the study cannot be compared with those to come.
 
-    They can if metric, rows, rewards, and the fields and keys that are not varied are the same. Lists that the trials' rewards filled
-    make no difference.
+    They can be compared if metric, rows, rewards, and the fields and keys that are not varied are the same. Lists that the trials'
+    rewards filled are ignored.
     """
     config = session.config
     fields = config.model_dump(mode="json", exclude={*FIXED, *space})
     fields |= {key: value for key, value in flat(config.overrides) if key not in space}
     fields = {key: value for key, value in fields.items() if not is_credential(key)}
     facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
-    if {"seed", "train_fraction"} & {*space}:  # each trial has a split of its own
+    if {"seed", "train_fraction"} & {*space}:  # each trial has its own split
         facts = {name: value for name, value in facts.items() if name not in ROWS}
     question = {"metric": metric, **without_secrets(fields), **facts}
     question = json.loads(json.dumps(question, default=str))
@@ -163,7 +163,7 @@ def _refuse_other_question(
         study.set_user_attr(QUESTION, question)
         return
     before, question = comparable(before, question, _collect_names(study, folder))
-    # What is not part of the question any more is a difference, too.
+    # A fact that the new search no longer has is a difference, too.
     if changed := differences(before, {**dict.fromkeys(before), **question}):
         raise ConfigError(
             f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
@@ -172,7 +172,7 @@ def _refuse_other_question(
 
 
 def _collect_names(study: Study, folder: Path) -> set[str]:
-    """Names that the trials' rewards changed; the study keeps them, since the trials' folders stay on this machine."""
+    """Names that the trials' rewards changed; the study keeps them, because the trials' folders are not copied to Drive."""
     kept = {*study.user_attrs.get(COLLECTED, ())}
     found = kept.union(*map(collected_names, folder.glob("trial-*")))
     if found != kept:
@@ -181,7 +181,7 @@ def _collect_names(study: Study, folder: Path) -> set[str]:
 
 
 def _bring_back(on_drive: Path, here: Path) -> None:
-    """Replace the journal by the one on Drive if that holds more; a last line that was cut off does not count."""
+    """Replace the journal by the one on Drive if that is longer; an incomplete last line is ignored."""
     there = on_drive.read_bytes()
     there = there[: there.rfind(b"\n") + 1]
     if len(there) > (here.stat().st_size if here.is_file() else 0):
@@ -190,7 +190,7 @@ def _bring_back(on_drive: Path, here: Path) -> None:
 
 
 def _copy_to_drive(journal: Path, to: Path) -> None:
-    """Copy the journal; if Drive refuses, this only warns, since the original is here."""
+    """Copy the journal to Drive. A failure is only logged, because the original is on this machine."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_file(to, journal.read_bytes())
@@ -213,7 +213,7 @@ def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:
 
 
 class _Pruner(Callback):
-    """Reports the mean reward of the last steps, and ends a trial that the study gives up."""
+    """Reports the mean reward of the last steps, and ends a trial that the study prunes."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial

@@ -1,8 +1,9 @@
-"""Shows if a training equals an earlier one, by fingerprints of its rows, its marks and its rewards with all that they use.
+"""Decides if a training equals an earlier one, by fingerprints of its rows, its marks and its rewards with everything that they
+use.
 
-Rewards may collect things in lists, dictionaries and objects. What a training itself changed in this way (`Collected`) does not count as a
-difference between two trainings. Each run lists it in a file of its folder, whenever it saves and when it ends, because the collected
-values may come back from a file of the user's in another kernel.
+Rewards may collect things in lists, dictionaries and objects. What a training itself changed in this way (`Collected`) does not
+count as a difference between two trainings. Each run lists the changed names in a file of its folder, whenever it saves and when it
+ends, because the user's code may load the collected values from a file in another kernel.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 REWARDS = "rewards"
-"""The fact that says by its weight and its code what each part is."""
+"""The fact with the weight and the code fingerprint of each reward part."""
 USED = "used by rewards"
-"""The fact that says what they use, by name: helpers, values, what is in objects."""
+"""The fact with everything that the rewards use, by name: helpers, values, contents of objects."""
 UNSEEN = "known by type alone"
-"""Names objects of libraries that rewards use, with their types; nothing to compare, since the types are in `USED`."""
+"""Objects of libraries that rewards use, by name, with their types only. There is no content to compare: the types are in `USED`."""
 ROWS = ("rows to train on", "rows to test")
-"""The facts that hang on the split."""
+"""The facts that depend on the train/test split."""
 
 
 def facts_of(
     config: TrainingConfig, train: Sequence[Row], test: Sequence[Row], rewards: Rubric | None = None
 ) -> dict[str, Any]:
-    """Facts that two trainings must share to be the same, beside the core's config; those of `rewards` if they are known.
+    """Facts, in addition to the core's config, that must be equal for two trainings to count as the same; with those of `rewards`
+    if they are known.
 
-    A look at rewards follows all that they use.
+    For rewards this follows everything that they use (helpers, values, objects).
     """
     found: dict[str, Any] = {
         **{name: digest(list(rows)) for name, rows in zip(ROWS, (train, test), strict=True)},
@@ -48,7 +50,7 @@ def facts_of(
 
 
 def reward_facts(rewards: Rubric) -> dict[str, Any]:
-    """The facts of `facts_of` about rewards, and things in them that are known by type alone (`UNSEEN`)."""
+    """The part of `facts_of` about rewards, including objects that are known by type only (`UNSEEN`)."""
     parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
     looks = [(name, weight, Look(stood_for(function))) for name, weight, function in parts]
     return {
@@ -69,7 +71,7 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences of the facts in `now`, in words; parts of the reward by their names."""
-    # Things that belong to rewards which only one of both has: the difference is the reward itself.
+    # Rewards that only one of the two trainings has: the reward itself is the difference, so its parts are not listed.
     with_reward = tuple(
         f" of the reward {each}" for each in {*before.get(REWARDS, ())} ^ {*now.get(REWARDS, ())}
     )
@@ -90,14 +92,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 COLLECTED_FILE = "collected.json"
 _HERE: dict[str, set[str]] = {}
-"""Names changed by this process's trainings, by the fingerprint of their rewards: a model that one of them loaded is there for the next."""
+"""Names that this process's trainings changed, by the fingerprint of their rewards: a model that one training loaded is still
+loaded for the next.
+"""
 
 
 class Collected(Callback):
-    """Compares what rewards use with what it was at the start."""
+    """Records which of the objects used by rewards have changed since the start."""
 
     def __init__(self, rewards: Rubric, facts: Mapping[str, Any]) -> None:
-        """`facts`: those of the start (`facts_of`)."""
+        """`facts`: those at the start of the training (`facts_of`)."""
         self._rewards, self._facts = rewards, facts
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
@@ -116,7 +120,7 @@ class Collected(Callback):
 
 
 def collected_names(run: Path) -> set[str]:
-    """Names of what a run has changed."""
+    """Names of the objects that the rewards of a run changed."""
     try:
         return set(json.loads((run / COLLECTED_FILE).read_bytes()))
     except (OSError, ValueError):
@@ -125,9 +129,10 @@ def collected_names(run: Path) -> set[str]:
 
 @contextmanager
 def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
-    """Notes changes that rewards make within, as in an evaluation before any training: they are no difference for this process's trainings.
+    """Records changes that rewards make inside the `with` block, as in an evaluation before any training: they do not count as a
+    difference for this process's trainings.
 
-    `facts`: those of the start, as for `Collected`.
+    `facts`: those at the start, as for `Collected`.
     """
     try:
         yield
@@ -136,24 +141,24 @@ def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
 
 
 def _changed_here(rewards: Rubric, facts: Mapping[str, Any]) -> set[str]:
-    """Names that this process's trainings by these rewards have changed until now. `facts`: those of the start."""
+    """Names that this process's trainings by these rewards have changed until now. `facts`: those at the start."""
     before, now = facts[USED], reward_facts(rewards)[USED]
     names = _HERE.setdefault(digest(facts[REWARDS]), set())
     names |= {name for name in {*before} & {*now} if before[name] != now[name]}
-    # What came or went is marked: if both trainings have it later, it must be the same.
+    # A name that appeared or disappeared is marked: if both trainings have it later, it must be the same.
     names |= {_passing(name) for name in {*before} ^ {*now}}
     return names
 
 
 def _passing(name: str) -> str:
-    """The mark of a name that came or went during a training."""
+    """The mark of a name that appeared or disappeared during a training."""
     return f"({name})"
 
 
 def comparable(
     before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts of two trainings without the things that the first one's rewards changed: `names`, as `collected_names` returns them."""
+    """The facts of both trainings, without the things that the first training's rewards changed (`names`, from `collected_names`)."""
     used = [each.get(USED, {}) for each in (before, now)]
     passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
     left_out = passing.union(names)

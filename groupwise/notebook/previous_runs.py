@@ -1,4 +1,4 @@
-"""Earlier runs of an experiment: the run of its name, and those that began beside it, `name-2`, `name-3` …"""
+"""Earlier runs of an experiment: the run with its name, and those started next to it as `name-2`, `name-3` …"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def number_of(run: str, name: str) -> int | None:
 
 
 def sibling(first: Path, number: int) -> Path:
-    """The folder of the experiment's run of that number, beside its first one."""
+    """The folder of the experiment's run with that number, next to the first run's folder."""
     return first if number == 1 else first.with_name(f"{first.name}-{number}")
 
 
@@ -40,7 +40,7 @@ def siblings(first: Path) -> Iterator[Path]:
 FACTS = "notebook"
 """The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
 LENGTH = "training.max_steps"
-"""The one key that a notebook's schedule depends on, among those that may change while a run goes on."""
+"""The only key that a notebook's schedule depends on among the keys that may change when a run is resumed."""
 PLACES = ("run.name", "run.dir")
 """Keys that do not affect a run's result."""
 
@@ -50,7 +50,7 @@ def runs_of(core: RunConfig) -> list[RunInfo]:
     name = str(core.run.name)
     found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
     for broken in [run for run in found if run.broken is not None]:
-        with suppress(StoreError, UsageError):  # nothing is left to mend it from
+        with suppress(StoreError, UsageError):  # skip a run whose record cannot be repaired
             recovery.unpack(broken.path)
             recovery.recover(broken.path)
             found.append(find.run_info(broken.path))
@@ -60,7 +60,7 @@ def runs_of(core: RunConfig) -> list[RunInfo]:
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
-    """The newest run that agrees with config and facts. `say` gets messages about unfinished or emptied runs that are passed over."""
+    """The newest run that agrees with config and facts. `say` receives messages about unfinished or emptied runs that are skipped."""
     for run in runs_of(core):
         found = changes(run, core, facts)
         weights_gone = run.state == "finished" and find.newest_weights(run.path) is None
@@ -75,7 +75,7 @@ def newest_alike(
 
 
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
-    """Differences of a run: keys of the config, and facts; if there are none, the weights that it began from.
+    """Differences between a run and this training: config keys and facts; if there are none, the weights that it started from.
 
     A run that resumes may have other evaluations and callbacks, or another number of processes; a finished run would have to be
     trained again for them.
@@ -94,7 +94,7 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
 
 
 def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
-    """The first that no folder has, and that is not taken elsewhere."""
+    """The first name that no folder has and that is not in `taken`."""
     folders = siblings(Path(core.run.dir) / str(core.run.name))
     return next(each.name for each in folders if not each.exists() and each.name not in taken)
 

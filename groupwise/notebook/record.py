@@ -25,7 +25,7 @@ MAX_CHARACTERS_IN_TABLE = 300
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run folder, read again at each question; also while the run goes on."""
+    """A run folder, read again for each query; also works while the run is in progress."""
 
     folder: Path
 
@@ -37,8 +37,8 @@ class Record:
     def metrics(self, *names: str) -> dict[str, list[tuple[int, float]]]:
         """Curves by name, each (step, value); all of them without names.
 
-        Steps count from 0: what is shown as step 1 while it trains is 0 here. Raises UsageError for a metric that the run does not have;
-        before its first step there is none, and nothing is refused.
+        Steps count from 0: what is shown as step 1 while it trains is 0 here. Raises UsageError for a metric that the run does not
+        have; before its first step there are no metrics, and no name is refused.
         """
         with self._store() as store:
             if names:

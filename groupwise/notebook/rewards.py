@@ -1,4 +1,4 @@
-"""The rewards of a notebook: functions that the config makes, and those that the user gives instead or in addition."""
+"""The rewards of a notebook: functions made from the config, and functions that the user passes instead or in addition."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from groupwise.tasks.rewards.registry import reward as entered
 from groupwise.tasks.rewards.rubric import Rubric
 
 Reward: TypeAlias = Callable[..., Any]
-"""f(prompts, completions, **columns) -> list of numbers, None where it does not apply. Prompts and completions are texts."""
+"""f(prompts, completions, **columns) -> list of numbers, None for rows to which it does not apply. Prompts and completions are text."""
 One: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
 """A function, the name of one (with its parameters, in a mapping), or rubrics."""
 Given: TypeAlias = Sequence[One | tuple[One, float]]
@@ -42,7 +42,7 @@ _KINDS: dict[str, Kind] = {"openrubrics": "rubric", "gsm8k": "numeric", "arithme
 
 
 def register_reward(name: str, function: Reward) -> None:
-    """Enter a reward under a name, which then stands for it in lists of rewards. Raises TaskError for a name that another one has."""
+    """Register a reward under a name that can then be used in lists of rewards. Raises TaskError if another reward has the name."""
     if not isinstance(cast("object", name), str) or not name.isidentifier():
         raise TaskError(
             f"A reward cannot be called {name!r}: give a name of letters, digits and underscores."
@@ -63,7 +63,7 @@ def create_reward_functions(
 ) -> list[Reward]:
     """The rewards of a config: `match_format`, and by its dataset `rubric_overlap` or `math_answer`.
 
-    `rows` says what kind of data they are for; without it, that is known of built-in datasets, and looked up for others.
+    The kind of data is taken from `rows`; without them it is known for built-in datasets and looked up for others.
     """
     tags = config.tags
     if rows is not None:
@@ -89,7 +89,7 @@ def rewards_of(
     reward_functions: Given | None = None,
     extra_reward_functions: Given | None = (),
 ) -> Rubric:
-    """The rewards of a training: `reward_functions` instead of those of the config, `extra_reward_functions` beside either."""
+    """The rewards of a training: `reward_functions` replace those of the config; `extra_reward_functions` are added in either case."""
     if reward_functions is None:
         chosen = create_reward_functions(config, rows)
     else:
@@ -141,7 +141,7 @@ def _make_reward(where: str, given: Any, tags: Tags) -> Any:
         section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}
         kind = registered_rewards().get(str(section.get("name")))
         if inspect.isclass(kind):
-            # A reward that looks for marks looks for those of the config, unless it is given others.
+            # A reward that looks for marks uses those of the config, unless other marks are passed to it.
             taken = {parameter.name for parameter in taken_by(kind)}
             marked = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
             own = {name: _plain_tag(tag) for name, tag in marked.items() if name in taken}
@@ -156,7 +156,7 @@ def _function(given: Any) -> Any:
 
 
 def _on_texts(given: Any) -> Any:
-    """A reward that is given texts where the core has chats: prompts and completions are text in a notebook."""
+    """Adapts a reward that expects text: in a notebook, prompts and completions are text where the core has chats."""
     check_function(given, "reward_functions")
     function = given
 
@@ -174,7 +174,7 @@ def _on_texts(given: Any) -> Any:
 
 
 def _text(content: Prompt | CompletionText) -> str:
-    """A text as it is; of a chat what was said last."""
+    """Text unchanged; for a chat, its last message."""
     return (
         content
         if isinstance(content, str)
@@ -189,11 +189,11 @@ def _plain_tag(tag: Tag) -> str | list[str]:
 def grades(
     tags: Tags, completions: Sequence[CompletionText], *, tolerant: bool, **columns: Any
 ) -> list[float]:
-    """How right each completion is, by the scale of `math_answer`, independently of its rewards.
+    """How correct each completion is, on the scale of `math_answer`, independently of its rewards.
 
     Rewards require the config's marks; a metric should distinguish a model that does not know from one that writes no marks. So the
-    answer is the text between the marks (or in a \\boxed{}). If there is none, it is the last number of the text if the gold answer is a
-    number, else the last line. A gold answer in words is also right if the text ends with it, as in `The capital is Tokyo.`
+    answer is the text between the marks (or in a \\boxed{}). If there is none, it is the last number of the text if the gold answer
+    is a number, else the last line. A gold answer in words is also right if the text ends with it, as in `The capital is Tokyo.`
     """
     golds = gold_answers(columns, len(completions), tag=tags.answer, boxes=True)
     pairs = zip(completions, golds, strict=True)
@@ -213,7 +213,7 @@ def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> 
     lines = text.strip().splitlines()
     last_line = lines[-1].strip() if lines else ""
     last_words = words(marked or last_line)
-    for form in forms:  # a gold answer in words that ends what is said, as whole words
+    for form in forms:  # a gold answer in words at the end of the text, as whole words
         end = words(form)
         if (
             end

@@ -1,4 +1,4 @@
-"""The rows of a notebook: selects the usable ones, and finds what they are scored by and their prompts."""
+"""The rows of a notebook: selects the usable ones, and finds their prompts and the columns that score them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def as_row_list(given: Any, source: str, also: str = "") -> list[Any]:
 
 
 def key_of(row: Row) -> str:
-    """Two rows with the same one ask the same: the same question, by the same prompt where they have one of their own."""
+    """Equal for two rows that ask the same: the same question, with the same prompt if they have their own."""
     prompt: Any = row.get("prompt")
     if is_chat(prompt) and not isinstance(prompt, Mapping):
         prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages_of(prompt))
@@ -127,7 +127,7 @@ def _reads(check: Callable[[Any], None], given: object) -> bool:
 
 
 def refuse_odd_answer(cell: object) -> None:
-    """Raise Unusable for what is neither a text or a number, nor a list of such; None is a gap."""
+    """Raise Unusable unless the cell is text, a number, a list of these, or None (a gap)."""
     for each in accepted_forms(cell):
         if each is not None and not isinstance(plain_number(each), str | Number):
             raise Unusable(
@@ -136,7 +136,7 @@ def refuse_odd_answer(cell: object) -> None:
 
 
 def accepted_forms(cell: object) -> list[Any]:
-    """The accepted forms of an answer: the entries of a list, or the answer alone."""
+    """The accepted forms of an answer: the entries of a list, or the single answer."""
     return [*cast("Sequence[Any]", cell)] if isinstance(cell, list | tuple) else [cell]
 
 

@@ -49,7 +49,7 @@ EXPECTED = "a rubric has a `name:` and `criteria:`, a set of them has `rubrics:`
 ROUNDING = 1e-9
 """Largest rounding error of a sum of weighted scores."""
 LONG = 3
-"""Least letters of a description's word that carries meaning."""
+"""Minimum number of letters of a description's word that carries meaning."""
 
 
 class Criterion(Worded):
@@ -67,7 +67,7 @@ class Criterion(Worded):
     examples: Texts = setting((), "Answers that meet it, for a judge.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A range that goes nowhere, and a criterion that nothing could meet."""
+        """A range whose low end is not below its high end, and a criterion that no text could meet."""
         low, high = self.range
         if not low < high:
             yield Conflict(
@@ -83,7 +83,7 @@ class Criterion(Worded):
     def score(self, text: str) -> float:
         """A number in the range, by the share of keywords (else of the description's words) that the text has.
 
-        Raises UsageError for what is no text.
+        Raises UsageError if `text` is not a string.
         """
         if not isinstance(cast("object", text), str):
             raise UsageError(
@@ -120,7 +120,7 @@ class Rubric(Worded):
     metadata: dict[str, Any] = setting({}, "Anything else: version, author.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two criteria of one name; a score of no reference, or one that it does not reach."""
+        """Two criteria with the same name; a target score without a reference, or one that the reference does not reach."""
         names = [criterion.name for criterion in self.criteria]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield Conflict(f"two criteria are called {name!r}.", ("criteria",))
@@ -132,7 +132,7 @@ class Rubric(Worded):
         if self.target_score is None or self.reference_response is None:
             return
         if any(list(criterion.conflicts()) for criterion in self.criteria):
-            return  # they say so themselves, and cannot score
+            return  # the criteria report this themselves and cannot score
         reached = self.score(self.reference_response)
         keys = ("target_score", "reference_response", "criteria")
         if not self.lowest <= self.target_score <= self.highest:
@@ -156,7 +156,7 @@ class Rubric(Worded):
         return {criterion.name: criterion.score(text) for criterion in self.criteria}
 
     def score(self, text: str) -> float:
-        """Σ weight × score of the criteria. Raises UsageError for what is no text."""
+        """Σ weight × score of the criteria. Raises UsageError if `text` is not a string."""
         scores = self.scores(text)
         return sum(criterion.weight * scores[criterion.name] for criterion in self.criteria)
 
@@ -179,14 +179,14 @@ class Rubric(Worded):
         return Judge(rubric=str(self), **parameters)
 
     def reweighted(self, weights: Mapping[str, float]) -> Self:
-        """The same with other weights of the criteria that are named, and without target_score, which was that of the earlier ones."""
+        """A copy with other weights for the named criteria. It has no target_score, because the old one belonged to the old weights."""
         self._refuse_unknown(weights)
         return self._judging_by(
             [each.changed(weight=weights.get(each.name, each.weight)) for each in self.criteria]
         )
 
     def with_keywords(self, name: str, keywords: Sequence[str]) -> Self:
-        """The same with further keywords of a criterion, likewise."""
+        """A copy with more keywords for one criterion, also without target_score."""
         self._refuse_unknown([name])
         return self._judging_by(
             [
@@ -196,7 +196,7 @@ class Rubric(Worded):
         )
 
     def normalised(self, highest: float = 1.0) -> Self:
-        """The same, its weights scaled so that an answer that meets all of it scores `highest`, and target_score with them."""
+        """A copy with scaled weights: an answer that meets every criterion scores `highest`. target_score is scaled too."""
         if self.highest <= 0:
             raise TaskError(f"The rubric {self.name!r} has no positive score that could be scaled.")
         factor = highest / self.highest
@@ -206,7 +206,7 @@ class Rubric(Worded):
         )
 
     def to_yaml(self, path: Path | str) -> None:
-        """Write it to a file that `load_rubrics` reads. Raises UsageError where that cannot be."""
+        """Write the rubric to a file that `load_rubrics` can read. Raises UsageError if that is not possible."""
         _write(path, self)
 
     def _judging_by(self, criteria: Sequence[Criterion], target: float | None = None) -> Self:
@@ -267,11 +267,11 @@ class RubricSet(Worded):
         return own or [each for each in self.rubrics if not each.question_types]
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """A reward function: of each row the mean over the rubrics for its question_type; None where there are none."""
+        """A reward function: for each row, the mean over the rubrics for its question_type; None if there are none."""
         return _reward(self.name, self)
 
     def to_yaml(self, path: Path | str) -> None:
-        """Write it to a file that `load_rubrics` reads. Raises UsageError where that cannot be."""
+        """Write the set to a file that `load_rubrics` can read. Raises UsageError if that is not possible."""
         _write(path, self)
 
 
@@ -309,7 +309,7 @@ def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     file = Path(path).expanduser()
     try:
         atomic_files.write_file(file, text.getvalue().encode())
-    except StoreError as error:  # its remedy is that of a run
+    except StoreError as error:  # its hint would be about a run
         reason = getattr(error.__cause__, "strerror", None) or error.__cause__
         raise UsageError(
             f"The rubrics cannot be written to {file}: {reason}. Mend that, or name another file."

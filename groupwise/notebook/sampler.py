@@ -42,7 +42,7 @@ class Sampler:
         top_p: float | None = 0.95,
         seed: int | None = None,
     ) -> list[str]:
-        """A completion of each prompt. A text is what the user says; messages are a chat. Raises UsageError for what cannot be asked."""
+        """A completion of each prompt. A text is what the user says; messages are a chat. Raises UsageError for an invalid prompt."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one text; give a list of them.")
         if not isinstance(prompts, list | tuple):
@@ -140,7 +140,7 @@ async def complete(
 
 
 def _refuse_too_long(prompts: PromptSet, steps: int, room: int) -> None:
-    """Raise UsageError for a prompt of more than `room` tokens, which the model leaves for a prompt beside a completion of `steps`."""
+    """Raise UsageError for a prompt longer than `room` tokens: what remains of the model's context after a completion of `steps` tokens."""
     longest = room + steps
     if room < 1:
         raise UsageError(

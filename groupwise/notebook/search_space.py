@@ -20,7 +20,7 @@ FIXED = (*SECRETS, "experiment_name", "checkpoint_dir", "save_to_drive", "overri
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Numbers from `low` to `high`, whole ones where the field is; `log` tries small ones as often as large ones."""
+    """Numbers from `low` to `high`, integers for an integer field. With `log` they are drawn uniformly on a logarithmic scale."""
 
     low: float
     high: float
@@ -39,7 +39,7 @@ def with_values(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingCo
 
 
 def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
-    """Optuna's form of a space whose every value could be trained. Raises ConfigError."""
+    """Optuna's form of a space, after checking that each of its values is valid for training. Raises ConfigError."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(
             'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
@@ -63,7 +63,7 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
 
 
 def _distribution(name: str, values: Any, whole: bool) -> Any:
-    """Optuna's form of the values of one field or key; `whole`: it takes whole numbers alone. Raises ConfigError."""
+    """Optuna's form of the values of one field or key; `whole`: only whole numbers are valid. Raises ConfigError."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):
@@ -96,5 +96,5 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
 
 
 def is_credential(name: str) -> bool:
-    """True if a field, or a key of the core, is a credential, which no journal may hold."""
+    """True if a field, or a key of the core, is a credential, which must not be written to a journal."""
     return is_secret(name.rpartition(".")[2])

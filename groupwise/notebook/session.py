@@ -1,7 +1,8 @@
 """A prepared notebook session: config, data, and the model in the forms that people use.
 
-`prepare_session` checks everything that can be found out before training, in seconds, and says what it did in a table. The model itself is
-loaded when something asks for it (`session.ref_model`, `session.sampler`), and by the training; so there is never a second copy beside it.
+`prepare_session` checks everything that can be found out before training, in seconds, and says what it did in a table. The model
+itself is loaded on first use (`session.ref_model`, `session.sampler`) and by the training, so a second copy is never held at the
+same time.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Session:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts that another training must share to be this one, beside the core's config."""
+        """Facts, in addition to the core's config, that must be equal for another training to count as this one."""
         return facts_of(self.config, self.train_dataset, self.test_dataset)
 
     @property
     def weights(self) -> Path | None:
-        """The newest weights of the training; None before there are any. Raises UsageError where the run's folder is gone."""
+        """The newest weights of the training; None before there are any. Raises UsageError if the run's folder no longer exists."""
         return None if self.folder is None else find.newest_weights(_there(self.folder))
 
     @property
@@ -73,7 +74,9 @@ class Session:
 
     @property
     def run(self) -> Record:
-        """The record of the run: metrics, rollouts, evaluations. Raises UsageError before the training, and where its folder is gone."""
+        """The record of the run: metrics, rollouts, evaluations. Raises UsageError before the training, or if its folder no longer
+        exists.
+        """
         if self.folder is None:
             raise UsageError("There is no run yet: call train_grpo(config, session).")
         return Record(_there(self.folder))
@@ -186,7 +189,7 @@ def make_session(config: TrainingConfig, server: str | None = None) -> Session:
     train, test = prepare_datasets(config)
     session = Session(config, train, test, server)
     with by_own_names(config):
-        build.check_model(session.core.config)  # and what the config refuses
+        build.check_model(session.core.config)  # and rejects what the config forbids
     return session
 
 
@@ -194,7 +197,7 @@ prepare_colab_session = prepare_session
 
 
 def refuse_no_config(config: object) -> None:
-    """Raise UsageError for what is no config."""
+    """Raise UsageError if this is not a config."""
     if not isinstance(config, TrainingConfig):
         raise UsageError(
             f"Expected a TrainingConfig first, got {type(config).__name__}: config = TrainingConfig(dataset='arithmetic')."
@@ -216,7 +219,7 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
 
 
 def differing(config: TrainingConfig, other: TrainingConfig) -> str:
-    """The fields in which they are not equal, but for credentials; empty where they are."""
+    """The names of the fields that differ, except credentials; empty if the configs are equal."""
     own, others = (each.model_dump(exclude={*SECRETS}) for each in (other, config))
     return ", ".join(name for name in {**own, **others} if own.get(name) != others.get(name))
 

@@ -1,4 +1,4 @@
-"""The study that Optuna keeps of a search: which trial is the next one, and what became of each."""
+"""The Optuna study of a search: selects the next trial, and records the result of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REASON = "reason"
 
 
 def refuse_without_optuna() -> None:
-    """Raise UsageError where Optuna is not installed."""
+    """Raise UsageError if Optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
         raise UsageError(
             "search() needs the package optuna, which is not installed: %pip install optuna, then run the cell again."
@@ -40,7 +40,7 @@ def refuse_without_optuna() -> None:
 
 
 def open_study(folder: Path, prune: bool) -> Study:
-    """The study of a folder; `prune`: one that ends trials early which do worse than the median."""
+    """The study of a folder. `prune`: end trials early if they do worse than the median."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -59,7 +59,7 @@ def open_study(folder: Path, prune: bool) -> Study:
 
 
 def refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
-    """Raise ConfigError where earlier trials had another space."""
+    """Raise ConfigError if earlier trials used another space."""
     for trial in study.trials:
         is_running = (
             trial.state.name == "RUNNING" and trial.distributions.keys() < distributions.keys()
@@ -72,7 +72,7 @@ def refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
 
 
 def next_trial(study: Study, distributions: dict[str, Any], trials: int, seed: int) -> Trial | None:
-    """The trial that was cut off, else a new one; None where there are enough, or none is left to be tried."""
+    """The trial that was cut off, else a new one; None if there are enough trials, or no combination is left to try."""
     from optuna.samplers import TPESampler
     from optuna.trial import Trial, TrialState
 
@@ -81,17 +81,17 @@ def next_trial(study: Study, distributions: dict[str, Any], trials: int, seed: i
             # It was cut off while its values were chosen.
             study.tell(frozen.number, state=TrialState.FAIL)
         elif frozen.state.name == "RUNNING":
-            return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
+            return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to continue a trial
     done = len(study.trials)
     if done >= trials or _all_tried(study, distributions):
         return None
-    # By this seed, what the trial tries does not depend on which machine tried the others.
+    # With this seed a trial's values do not depend on which machine ran the others.
     study.sampler = TPESampler(seed=seed + done)
     return study.ask(distributions)
 
 
 def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
-    """True if every combination was tried; a range of numbers that are not whole never ends."""
+    """True if every combination was tried; never for a continuous range."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     combinations = 1
@@ -113,7 +113,7 @@ def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
 
 
 def repeats(study: Study, trial: Trial) -> bool:
-    """Reports an earlier result if a trial with these values has ended already, and says if so."""
+    """True if a trial with these values has already ended; its result is then reported for this trial too."""
     ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
     earlier = next((each for each in ended if each.params == trial.params), None)
     if earlier is None:
@@ -130,12 +130,12 @@ def repeats(study: Study, trial: Trial) -> bool:
 
 
 def end_early(study: Study, trial: Trial) -> None:
-    """A trial that did worse than the others; the study takes what it reported last."""
+    """End a trial that did worse than the others; the study keeps the last value that it reported."""
     study.tell(trial, state=_state("PRUNED"))
 
 
 def fail(study: Study, trial: Trial, error: Exception) -> None:
-    """A trial that failed, and why; no credential is written down."""
+    """Mark a trial as failed, with the reason; credentials are not written down."""
     lines = ("…" if holds_secret(line) else line for line in str(error).splitlines())
     reason = "\n".join(lines)
     logger.warning("trial %d failed: %s", trial.number, reason)
@@ -167,7 +167,7 @@ class Search:
 
     @property
     def best(self) -> TrainingConfig:
-        """The config of the best trial, to be trained under a name of its own. Raises UsageError where no trial has ended well."""
+        """The config of the best trial, to be trained under a name of its own. Raises UsageError if no trial has succeeded."""
         return with_values(self.config, self._best.params)
 
     @property

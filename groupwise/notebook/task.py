@@ -1,4 +1,4 @@
-"""The task that a notebook's rows and rewards make: what `groupwise.rl` trains on, from objects of the notebook itself."""
+"""The task made of a notebook's rows and rewards: `groupwise.rl` trains on it, using objects of the notebook itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from groupwise.tasks.rewards.rubric import Rubric
 
 NUMERIC_METRICS = ("accuracy", "within_10_percent", "format_rate")
 RUBRIC_METRICS = ("format_rate", "rubric_overlap")
-"""Metrics measured beside the rewards, by the kind of the data."""
+"""Metrics measured in addition to the rewards, for data with rubrics."""
 
 
 class NotebookTask:
@@ -35,9 +35,9 @@ class NotebookTask:
         callbacks: Sequence[object] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """`facts`: what is kept with a run, so that later trainings know whether they would be the same.
+        """`facts`: stored with a run; later trainings compare them to decide whether they would be the same.
 
-        Raises UsageError where a question is in both parts.
+        Raises UsageError if a question is in both the train and the test part.
         """
         refuse_shared(train, test)
         self.facts_of_the_notebook: dict[str, Any] = {
@@ -45,7 +45,7 @@ class NotebookTask:
             "rewards": dict(zip(rewards.names, rewards.weights, strict=True)),
             FACTS: facts or {},
         }
-        """Kept with the run; model cards name data and rewards by them."""
+        """Stored with the run; model cards take the names of data and rewards from here."""
         self._config = config
         self._train = train
         self._test = test
@@ -76,9 +76,10 @@ class NotebookTask:
         config: Any,
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """Shares of completions in the layout, of right answers, and of those within 10 %; for rubrics the mean of `rubric_overlap`.
+        """Shares of completions in the layout, of right answers, and of those within 10 %; for rubrics the mean of
+        `rubric_overlap`.
 
-        Within 10 % is left out where no gold answer is a number.
+        The share within 10 % is omitted if no gold answer is a number.
         """
         tags = self._config.tags
         layout = SoftFormat(tags.reasoning, tags.answer, right=1.0)
@@ -100,7 +101,7 @@ class NotebookTask:
 
 
 def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Metrics measured of such rows beside the rewards."""
+    """Metrics measured for such rows in addition to the rewards."""
     if kind_of(rows) == "rubric":
         return RUBRIC_METRICS
     if any(is_numeric(tags, row["answer"]) for row in rows):
@@ -109,4 +110,4 @@ def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 RIGHT, NEAR = 1.5, 0.5
-"""The least grades of `math_answer` for a right answer, and for one that is off by at most a tenth."""
+"""The lowest grades of `math_answer` for a correct answer, and for one that is off by at most 10 %."""

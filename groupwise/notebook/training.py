@@ -28,11 +28,11 @@ from groupwise.training.evaluation.evaluate import EvalResult
 from groupwise.training.loops.rl_start import AFTER, BEFORE, RlResult, rl
 
 TABLES = 8
-"""Tables of completions in a training."""
+"""Number of tables of completions printed in a training."""
 MAX_ROWS = 4
-"""Completions of a table."""
+"""Completions per table."""
 LONGEST = 70
-"""Characters shown of a completion, and half as many of its prompt, so that a row of the table fits on one line of a screen."""
+"""Characters shown of a completion (half as many of its prompt), so a table row fits on one line of a screen."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class TrainerState:
 
 
 class Stopped(KeyboardInterrupt):
-    """The cell was interrupted after a clean checkpoint; cells that were to follow do not run."""
+    """The cell was interrupted after a clean checkpoint. As an exception, it also keeps the cells below from running."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(f"stopped after {steps} steps")
@@ -86,7 +86,7 @@ def train_grpo(
 def run_training(
     session: Session, rewards: Rubric, callbacks: Sequence[Callback] = (), *, resume: bool = True
 ) -> TrainerState:
-    """Train a session's config on its rows; `callbacks` watch."""
+    """Train a session's config on its rows; `callbacks` observe it."""
     facts = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)
     core = session.core.config
     with by_own_names(session.config):
@@ -136,7 +136,7 @@ def run_training(
 
 
 def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
-    """A note on what may have changed without being noticed."""
+    """A note on objects that were not compared, and so may have changed unnoticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
     changed = sorted(collected_names(earlier.path).intersection(facts[USED]))
     return "".join(
@@ -156,7 +156,7 @@ def _state(session: Session, result: RlResult) -> TrainerState:
 
 
 class _SetFolder(Callback):
-    """Makes the run that trains the session's run, also if the training fails."""
+    """Stores the run's folder in the session when the run starts, so it is set even if the training fails."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -167,9 +167,10 @@ class _SetFolder(Callback):
 
 
 class Completions(Callback):
-    """Prints completions of the first step, of the last one, and of some between, as text: for use where no kernel draws the live page.
+    """Prints completions of the first step, the last one, and some between, as text. Used if no kernel draws the live page.
 
-    The training is cut into TABLES stretches, each of which ends with a table, so a long training prints no more than a short one.
+    The steps are divided into TABLES sections with one table at the end of each, so a long training prints no more than a short
+    one.
     """
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:

@@ -1,4 +1,5 @@
-"""The task that a config describes, where no task file is given: `data` says where the rows come from, `rewards` what scores them.
+"""The task that a config describes if no task file is given: `data` names the source of the rows, `rewards` the functions that
+score them.
 
     data:                                      data:
       dataset_name: sums.jsonl                   dataset_mixture:
@@ -6,11 +7,11 @@
     rewards:                                       - {task: sort_words, weight: 0.5}
       reward_funcs: [correctness]              rewards: {reward_funcs: [correctness]}
 
-A set of a mixture is a source, whose rows have the rewards of the config, or a whole task, whose rows come from its own hooks and have
-its own rewards. The router tells them apart by the column `task`, which holds the label of the set, and every reward part stands
-under that label.
+A set of a mixture is a source, whose rows have the rewards of the config, or a whole task, whose rows come from its own hooks and
+have its own rewards. The router distinguishes them by the column `task`, which holds the label of the set; every reward part is
+recorded under that label.
 
-`find_task` gives the task of a command, whichever it is. Workers find it again by the config.
+`find_task` returns the task of a command in either case. Workers find the task from the config.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ SPEC = "groupwise.tasks.configured"
 """This task's spec, by which runs' records and workers refer to it."""
 
 TEXT = "text"
-"""The column of a formatted text that a mixture's tasks give to a teacher's rows."""
+"""The column in which the tasks of a mixture put the formatted text of teacher rows."""
 
 
 def find_task(source: object | None, config: View) -> Task:
-    """The task that a command was given; without one, that of its config. Raises TaskError, also where both name data."""
+    """The task given to a command; without one, the task of its config. Raises TaskError, also if both name data."""
     if source is None or source == SPEC:
         return ConfiguredTask(config)
     task = source if isinstance(source, Task) else load_task(source)
@@ -68,10 +69,10 @@ def find_task(source: object | None, config: View) -> Task:
 
 
 class ConfiguredTask(Task):
-    """A task whose hooks are those that the config makes possible."""
+    """A task with the hooks that the config makes possible."""
 
     def __init__(self, config: View) -> None:
-        """Raises TaskError where the config names no data, or mixes what cannot be mixed."""
+        """Raises TaskError if the config names no data, or mixes what cannot be mixed."""
         data = _dataset(config)
         if not data.names_data:
             raise TaskError(
@@ -86,7 +87,7 @@ class ConfiguredTask(Task):
             )
         self._tasks = _sets(config, data)
         if not _is_supervised(config):
-            # Rewards of the config are for sources; a mixture of tasks alone has none.
+            # Rewards of the config apply to sources; a mixture that has only tasks does not use them.
             idle = [
                 key
                 for key in ("reward_funcs", "reward_weights")
@@ -113,7 +114,7 @@ class ConfiguredTask(Task):
         return f"The config's task ({self.name})"
 
     def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
-        """See `Task._rows_of`: the sets of a mixture read no more of their streams, either."""
+        """See `Task._rows_of`; the sets of a mixture respect `limit` for their streams too."""
         return self._call(hook, **arguments, limit=limit)
 
     @property
@@ -127,7 +128,7 @@ class ConfiguredTask(Task):
         return super().rubric(config, tokenizer, None if self._tasks else weights)
 
     def missing(self, hook: str, verb: Verb) -> str:
-        """See `Task.missing`: which keys would give it."""
+        """See `Task.missing`: names the config keys that would provide the hook."""
         match hook:
             case "get_reward_funcs":
                 some = ", ".join(sorted(registered_rewards())[:8])
@@ -185,7 +186,7 @@ class _TaskSet:
         return self.task.accounts.get(hook, Account()).under(self.where)
 
     def lessons(self, hook: str, tokenizer: Any, limit: int | None) -> list[Row]:
-        """The task's rows of a teacher, formatted as it wants them."""
+        """The task's teacher rows, formatted by its own function."""
         rows = self.task.sft_rows(hook, self.config, tokenizer, limit)
         function = self.task.sft_function("get_sft_formatting_func", self.config, tokenizer)
         if function is None or not rows:
@@ -239,7 +240,7 @@ def _task_set(config: View, entry: MixtureEntry, source: str, where: str) -> _Ta
 class _Hooks:
     """The hooks of a config's data. Each reads the data again, as those of a task file do.
 
-    `limit` is how much of a stream is read, which a task of a mixture may give.
+    `limit`: most rows that are read of a stream, such as a task of a mixture may return.
     """
 
     def __init__(self, data: DatasetConfig, tasks: Sequence[_TaskSet]) -> None:
@@ -270,7 +271,7 @@ class _Hooks:
         return [one for one in self._tasks if one.task.has(hook)]
 
     def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
-        """The rows of all sets, with how often their weights say that they come."""
+        """The rows of all sets, with their shares of an epoch, from the weights."""
         scored = self._unscorable(config)
         parts, account = for_training(self._data, teacher=False, unscorable=scored)
         for one in self._tasks:
@@ -291,7 +292,7 @@ class _Hooks:
         return Rows(in_turn(with_same_columns(parts, "all")), account)
 
     def get_sft_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
-        """The teacher's rows of all sets, with how often their weights say that they come."""
+        """The teacher's rows of all sets, with their shares of an epoch, from the weights."""
         parts, account = for_training(self._data, teacher=True)
         for one in self._tasks:
             parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, limit)))
@@ -308,7 +309,7 @@ class _Hooks:
         return Rows(in_turn(with_same_columns(parts, "all")), account)
 
     def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
-        """The rewards of the config; in a mixture with tasks, theirs beside those, each under its label.
+        """The rewards of the config; in a mixture with tasks, also the rewards of the tasks, each under its label.
 
         A router of the config that has a task's label replaces the task's own.
         """
@@ -326,7 +327,7 @@ class _Hooks:
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
     def _own_rewards(self, config: View) -> Rubric | None:
-        """The rewards that the config itself names: made once, because making them may take long."""
+        """The rewards that the config itself names; built once, because that may take long."""
         if self._rewards is None:
             section = config["rewards"].to_dict()
             if not self._tasks:
@@ -337,7 +338,7 @@ class _Hooks:
         return self._rewards
 
     def _unscorable(self, config: View) -> Unscorable:
-        """The function that says why a source's row cannot be scored."""
+        """The function that explains why a source's row cannot be scored."""
         rewards = self._own_rewards(config)
         return scorable if rewards is None else rewards.unscorable
 

@@ -10,12 +10,12 @@
     get_environment(config)                     answers the policy turn by turn; see `groupwise.tasks.environment`
     get_config_schema()                         a pydantic model of the config's `task:` section
     get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.tasks.data.sft`
-    get_sft_eval_dataset(config, tokenizer)     held-out ones
+    get_sft_eval_dataset(config, tokenizer)     held-out rows
     get_sft_formatting_func(config, tokenizer)  a function from a row, or a batch, to text or messages
     get_sft_data_collator(config, tokenizer)    a function from rows to a batch with labels
 
-`load_task` finds the task, `require` checks that it has what a verb needs, and the methods of `Task` call the hooks and check
-what they return. Everything that is wrong with a task is a `TaskError` before a model is loaded.
+`load_task` finds the task, `require` checks that it has the hooks that a verb needs, and the methods of `Task` call the hooks and
+check their results. Every defect of a task raises a `TaskError` before a model is loaded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LIMITED_BY = {
     "get_sft_dataset": "training.max_steps",
     "get_sft_eval_dataset": "eval.max_examples",
 }
-"""The config key that says how much of an endless dataset is read."""
+"""The config key that limits how much of an endless dataset is read."""
 
 HOOKS = {
     "get_rl_dataset": ("config",),
@@ -101,11 +101,11 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
     "eval": ("get_reward_funcs", "get_config_schema", "get_environment"),
 }
 NO_TASKS = ("wordle_rules", "reasoning_gym_answers", "reasoning_gym_problems")
-"""Modules of `tasks/builtin` that are no task."""
+"""Modules of `tasks/builtin` that are not tasks."""
 
 
 class Task:
-    """A loaded task. Its methods call the hooks; each raises TaskError for what the hook does or returns wrongly."""
+    """A loaded task. Its methods call the hooks; each raises TaskError if the hook fails or returns something invalid."""
 
     def __init__(self, hooks: object, name: str, spec: str | None, file: str | None) -> None:
         self.name = name
@@ -113,13 +113,13 @@ class Task:
         """Spec by which `load_task` finds the same task in another process; None if there is none."""
         self.file = file
         self.accounts: dict[str, Account] = {}
-        """Account of the rows that a hook left out, by hook, if it gives one."""
+        """Counts of the rows that a hook left out, by hook, if the hook reports them."""
         self.shares: dict[str, tuple[Share, ...]] = {}
         """Shares of an epoch of a hook's rows, by hook; empty if an epoch has each row once."""
         self._hooks = hooks
 
     def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
-        """The same task with this function for a hook, whether it has one of its own or not."""
+        """The same task with this function as a hook, replacing the task's own if it has one."""
         hooks = _Hooks(self._hooks, {hook: function})
         return Task(hooks, self.name, self.spec, self.file)
 
@@ -139,23 +139,23 @@ class Task:
 
     @property
     def described(self) -> str:
-        """The task for messages: its name and where it stands."""
+        """The task in messages: its name and location."""
         return f"Task {self.name} ({self.file or 'no file'})"
 
     def rl_examples(self, config: Any, limit: int | None = None) -> list[Example]:
-        """The training examples; of a stream without a length the first `limit`, without which it is refused."""
+        """The training examples. Of a stream without a length, the first `limit` are read; without a limit it is refused."""
         return self._examples("get_rl_dataset", config, limit)
 
     def eval_examples(self, config: Any, limit: int | None = None) -> list[Example]:
-        """The held-out examples, the first `limit`; without a limit, a stream without a length is refused."""
+        """The first `limit` held-out examples. A stream without a length is refused if there is no limit."""
         return self._examples("get_eval_dataset", config, limit)[:limit]
 
     def sft_rows(
         self, hook: str, config: Any, tokenizer: Any, limit: int | None = None
     ) -> list[dict[str, Any]]:
-        """The rows of `get_sft_dataset` or `get_sft_eval_dataset`, as they are; a stream is read up to `limit`.
+        """The rows of `get_sft_dataset` or `get_sft_eval_dataset`, unchanged; a stream is read up to `limit`.
 
-        An optional hook may return None for none.
+        An optional hook may return None for no rows.
         """
         where = f"{self.described}: {hook}"
         rows = self._rows_of(hook, limit, config=config, tokenizer=tokenizer)
@@ -181,7 +181,7 @@ class Task:
         return given
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
-        """The rewards; `weights` replaces those that the task gives."""
+        """The rewards; `weights` replaces the task's own weights."""
         given = self._call("get_reward_funcs", config=config, tokenizer=tokenizer)
         return Rubric.of(given, weights, where=f"{self.described}: get_reward_funcs")
 
@@ -191,7 +191,7 @@ class Task:
         return self.has("get_reward_funcs") or self.has("get_environment")
 
     def environment(self, config: Any) -> EnvironmentFactory:
-        """The factory of a rollout's environment; the hook is called once in each process."""
+        """The factory of environments, one for each rollout; the hook is called once per process."""
         where = f"{self.described}: get_environment"
         factory = check_factory(self._call("get_environment", config=config), where)
         silent = isinstance(factory, Tools) and not factory.gives_rewards
@@ -203,7 +203,7 @@ class Task:
         return factory
 
     def check_environment(self, config: Any, examples: Sequence[Example]) -> EnvironmentFactory:
-        """The same, once it is sure that its methods can be called, and its `reset` gets what it asks for from every example."""
+        """The same, after checking that its methods can be called and that every example has the columns that its `reset` asks for."""
         factory = self.environment(config)
         if inspect.isclass(factory):
             check_methods(factory, f"{self.described}: get_environment")
@@ -224,7 +224,8 @@ class Task:
     ) -> dict[str, Any]:
         """The task's own metrics over flat lists.
 
-        The hook gets completions as text, also of chat prompts, or whole where it says `compute_metrics.reads_messages = True`.
+        The hook gets completions as text, also for chat prompts; as message lists if it sets `compute_metrics.reads_messages =
+        True`.
         """
         hook = getattr(self._hooks, "compute_metrics", None)
         whole = getattr(hook, "reads_messages", False) is True
@@ -242,7 +243,7 @@ class Task:
         return cast("dict[str, Any]", metrics)
 
     def config_schema(self) -> type[BaseModel] | None:
-        """The model of the config's `task:` section, or None where the section is free."""
+        """The model of the config's `task:` section, or None if the section is free-form."""
         if not self.has("get_config_schema"):
             return None
         schema = self._call("get_config_schema")
@@ -268,7 +269,7 @@ class Task:
         return cast("Sequence[object]", given or ())
 
     def check_signature(self, hook: str) -> None:
-        """Raise TaskError unless the hook can be called with what it is given."""
+        """Raise TaskError unless the hook can be called with its arguments."""
         function = getattr(self._hooks, hook)
         if inspect.iscoroutinefunction(function):
             raise TaskError(
@@ -282,7 +283,7 @@ class Task:
             )
 
     def missing(self, hook: str, verb: Verb) -> str:
-        """The message that says that the hook is not there."""
+        """The error message for a missing hook."""
         there = [name for name in dir(self._hooks) if self._is_hook_like(name)]
         close = [name for name in there if name not in HOOKS and _alike(name, hook)]
         names = ", ".join(there) or "none"
@@ -315,7 +316,7 @@ class Task:
         return examples
 
     def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
-        """A hook's rows; the caller reads no more than `limit` rows of a stream."""
+        """A hook's rows; of a stream, the caller reads at most `limit` rows."""
         return self._call(hook, **arguments)
 
     def _note(self, hook: str, rows: object) -> None:
@@ -332,7 +333,7 @@ class Task:
 
 
 class _Hooks:
-    """The hooks of a task, some of them replaced by given functions."""
+    """The hooks of a task, some of them replaced by other functions."""
 
     def __init__(self, own: object, given: Mapping[str, Callable[..., Any]]) -> None:
         self._own = own
@@ -366,8 +367,8 @@ def load_task(source: object) -> Task:
 
 
 def require(task: Task, verb: Verb) -> None:
-    """Raise TaskError unless the task has all that `rl` or `eval` needs, and nothing that would be left unused."""
-    # An environment may give the rewards itself.
+    """Raise TaskError unless the task has everything that `rl` or `eval` needs, and nothing that would go unused."""
+    # An environment may provide the rewards itself.
     absent = [
         hook
         for hook in NEEDED[verb]
@@ -383,7 +384,7 @@ def require(task: Task, verb: Verb) -> None:
 def check_reward_columns(
     task: Task, rubric: Rubric | None, examples: Sequence[Example], *, in_workers: bool = False
 ) -> None:
-    """Raise TaskError if the rewards cannot score some example: it lacks a column that they ask for, or has an unknown label.
+    """Raise TaskError if the rewards cannot score some example, because it lacks a column that they need or has an unknown label.
 
     With `in_workers`, also if the first example's columns cannot be sent to another process.
     """
@@ -408,7 +409,7 @@ def builtin_tasks() -> dict[str, str]:
 
 
 def _importable(module: str) -> bool:
-    """True if another process can import it: not a script, a notebook or a file loaded by path."""
+    """True if another process can import it: false for a script, a notebook or a file loaded by path."""
     return module != "__main__" and not module.startswith("groupwise_user_")
 
 

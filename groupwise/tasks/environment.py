@@ -12,12 +12,12 @@
     def get_environment(config):                 # a class, or any function that makes an environment
         return Guess
 
-More methods are optional: `reward()` gives a number or a dict of named numbers for the whole rollout once it has ended,
-however it ended; `metrics()` gives named numbers that are recorded and do not count; `close()` frees what the environment holds. Every
-method may be async.
+More methods are optional: `reward()` gives a number or a dict of named numbers for the whole rollout after any kind of end;
+`metrics()` gives named numbers that are recorded and do not count; `close()` frees what the environment holds. Every method may be
+async.
 
 An environment must depend only on the arguments of `reset` and on the completions: if its process is lost, another process creates
-it again and repeats the same completions. `seed` is the same for all members of a group, so that they begin alike; for random
+it again and repeats the same completions. `seed` is the same for all members of a group, so they all start the same; for random
 numbers that differ between members, use `seed` and `member` together.
 """
 
@@ -40,7 +40,7 @@ DEFAULT_PART = "environment"
 """Name of a reward that is given as a plain number."""
 
 GIVEN = ("prompt", "seed", "member")
-"""Arguments that `reset` can ask for besides columns."""
+"""Arguments that `reset` can request in addition to columns."""
 
 CALLED_WITH: dict[str, tuple[str, ...]] = {
     "step": ("completion",),
@@ -60,13 +60,13 @@ class Step:
     done: bool = False
     """True if the rollout has ended."""
     reward: float | Mapping[str, float] | None = None
-    """Earned in this turn: a number, or several by name. Those of all turns, and of `reward()`, add up."""
+    """Reward of this turn: a number, or several by name. The rewards of all turns, and of `reward()`, are summed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers by name that are recorded and do not count."""
 
 
 class Environment(Protocol):
-    """The one method that an environment must have; see this module's text for the others."""
+    """The only method that an environment must have; the module docstring describes the others."""
 
     def step(self, completion: str) -> Any:
         """Answer a completion with a `Step`, sync or async."""
@@ -77,7 +77,7 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 def check_factory(given: object, where: str) -> EnvironmentFactory:
-    """Raise TaskError unless `given` makes environments when it is called without arguments."""
+    """Raise TaskError unless `given` can be called without arguments to make an environment."""
     expected = "Expected a class with a method `step(self, completion)`, or a function that makes such an object"
     if not callable(given):
         hint = ", not an object of it" if hasattr(given, "step") else ""
@@ -88,8 +88,8 @@ def check_factory(given: object, where: str) -> EnvironmentFactory:
 
 
 def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: str) -> None:
-    """Raise TaskError if a class's `reset` asks for an argument that no row gives it."""
-    reset = getattr(factory, "reset", None)  # of a class, or of tools that are one
+    """Raise TaskError if a class's `reset` requires an argument that the rows do not provide."""
+    reset = getattr(factory, "reset", None)  # of a class, or of a tools object that has one
     if reset is None:
         return
     needed = [
@@ -107,7 +107,7 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
 
 
 def check_methods(made: object, where: str) -> None:
-    """Raise TaskError if a method cannot be called with what it is given. `made`: an environment, or a class of them."""
+    """Raise TaskError if a method cannot be called with its arguments. `made`: an environment, or its class."""
     owner = made if inspect.isclass(made) else type(made)
     for name, given in CALLED_WITH.items():
         method = getattr(made, name, None)
@@ -140,7 +140,7 @@ def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict
 
 
 def as_step(returned: object) -> Step:
-    """The result of `step`, checked; raises ValueError that says what it should have been."""
+    """The result of `step`, checked; raises ValueError that explains the expected type."""
     if not isinstance(returned, Step):
         raise ValueError(f"`step` returned {_short_repr(returned)}; expected a groupwise Step")
     if not isinstance(cast("object", returned.metrics), Mapping):
@@ -166,7 +166,7 @@ def as_prompt(returned: object) -> Prompt | None:
 
 
 def as_parts(given: object, turn: int | None, weight: float = 1.0) -> tuple[RewardPart, ...]:
-    """A reward as parts by name; raises ValueError for what is no finite number."""
+    """A reward as parts by name; raises ValueError for anything but finite numbers."""
     if given is None:
         return ()
     parts = cast(

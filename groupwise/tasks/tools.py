@@ -3,16 +3,16 @@
     def get_environment(config):
         return Tools([add, look_up])
 
-Each turn is searched for calls. Their results are the next observation; a turn without a call is the answer and ends the
-rollout. What goes wrong in a call (unknown name, arguments that do not fit, an exception) is told to the policy in the same way,
-so that it can learn to do better.
+Each turn is searched for calls. Their results are the next observation; a turn without a call is the answer and ends the rollout.
+Errors in a call (unknown name, invalid arguments, an exception) are reported to the policy in the same way, so it can learn to
+avoid them.
 
-A schema is made from a function's signature and docstring, in the form that chat templates take. The usual way to write a call is
-that of Hermes and Qwen, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`. `TextCalls` finds calls
-by a regular expression instead, for models that are too small for JSON.
+A schema is made from a function's signature and docstring, in the form that chat templates expect. The usual way to write a call is
+that of Hermes and Qwen, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`. `TextCalls` finds calls by a
+regular expression instead, for models that are too small for JSON.
 
-Tools that share a state are the methods of a class: `Tools(Shop)` makes a `Shop` for each rollout and offers its public
-methods. Its `reset`, `reward`, `metrics` and `close` are those of an environment.
+Tools that share a state are the methods of a class: `Tools(Shop)` makes a `Shop` for each rollout and offers its public methods.
+Its `reset`, `reward`, `metrics` and `close` are those of an environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from groupwise.tasks.environment import Step, reset_arguments
 Tool = Callable[..., Any]
 Schema = dict[str, Any]
 OWN_METHODS = ("reset", "reward", "metrics", "close")
-"""Methods of a class of tools that are the environment's, not tools."""
+"""Methods of a class of tools that belong to the environment and are not tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     problem: str | None = None
-    """The reason why a malformed call cannot be made; None for a proper call."""
+    """The reason why a malformed call cannot be executed; None for a valid call."""
 
 
 class CallForm(Protocol):
     """The notation of calls and of their results."""
 
     def find(self, text: str) -> list[ToolCall]:
-        """The calls in a completion, in order; also those that are malformed."""
+        """The calls in a completion, in order, including malformed ones."""
         ...
 
     def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
@@ -61,12 +61,12 @@ class CallForm(Protocol):
 
     @property
     def renders_schemas(self) -> bool:
-        """True if the tools' schemas belong in the first prompt."""
+        """True if the tools' schemas are added to the first prompt."""
         ...
 
 
 class HermesCalls:
-    """`<tool_call>` with JSON; results are messages of the role `tool`, or stand in `<tool_response>` in plain text."""
+    """`<tool_call>` with JSON; results are messages of the role `tool`, or `<tool_response>` elements in plain text."""
 
     renders_schemas = True
     BEGIN = "<tool_call>"
@@ -77,7 +77,7 @@ class HermesCalls:
         return [_hermes_call(found.strip()) for found in self._PATTERN.findall(text)]
 
     def split(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text without its proper calls, and these; what is malformed stays text."""
+        """The text without its valid calls, and these calls; malformed ones stay in the text."""
         calls: list[ToolCall] = []
 
         def without(found: re.Match[str]) -> str:
@@ -107,7 +107,7 @@ class TextCalls:
     tool: str
     pattern: str
     result: str = "{result}"
-    """Template of a result's text; `{result}` stands for the result."""
+    """Template of a result's text; `{result}` is replaced by the result."""
 
     renders_schemas = False
 
@@ -121,10 +121,10 @@ class TextCalls:
 
 
 class Tools:
-    """Makes an environment of tools for each rollout; what `get_environment` returns."""
+    """Makes an environment of tools for each rollout; `get_environment` may return it."""
 
     def __init__(self, tools: Sequence[Tool] | type, calls: CallForm | None = None) -> None:
-        """Raises TaskError for a tool whose schema cannot be made."""
+        """Raises TaskError if the schema of a tool cannot be made."""
         self._given: Any = tools
         self.calls = calls or HermesCalls()
         functions = (
@@ -148,7 +148,7 @@ class Tools:
 
     @property
     def gives_rewards(self) -> bool:
-        """True if rewards can come from the environment itself."""
+        """True if the environment itself may give rewards."""
         return inspect.isclass(self._given) and hasattr(self._given, "reward")
 
     @property
@@ -166,7 +166,7 @@ class Tools:
 
 
 class ToolEnvironment:
-    """Calls what the policy asks for, turn by turn."""
+    """Executes the policy's calls, turn by turn."""
 
     def __init__(self, tools: Sequence[Tool], calls: CallForm, state: object | None) -> None:
         self._tools = {tool.__name__: validate_call(tool) for tool in tools}
@@ -175,12 +175,12 @@ class ToolEnvironment:
         self._chat = True
 
     async def reset(self, **given: Any) -> Any:
-        """Begin; the class of the tools hears it too."""
+        """Start the rollout; a class of tools gets the same call."""
         self._chat = not isinstance(given["prompt"], str)
         return await self._ask("reset", given)
 
     async def step(self, completion: str) -> Step:
-        """The results of the calls in a completion; without one it is the answer."""
+        """The results of the calls in a completion; a completion without calls is the final answer."""
         calls = self._calls.find(completion)
         if not calls:
             return Step(done=True)
@@ -188,15 +188,15 @@ class ToolEnvironment:
         return Step(self._calls.results(results, chat=self._chat))
 
     async def reward(self) -> Any:
-        """The reward of the class, if it gives one."""
+        """The reward of the class, if it defines one."""
         return await self._ask("reward")
 
     async def metrics(self) -> Any:
-        """The metrics of the class, if it gives any."""
+        """The metrics of the class, if it defines any."""
         return await self._ask("metrics")
 
     async def close(self) -> None:
-        """Free what the class holds."""
+        """Free the resources of the class."""
         await self._ask("close")
 
     async def _ask(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
@@ -217,12 +217,12 @@ class ToolEnvironment:
             return _result_text(await result if inspect.isawaitable(result) else result)
         except ValidationError as error:
             return f"error: {'; '.join(map(str, field_errors(error)))}"
-        except Exception as error:  # noqa: BLE001 — a tool may raise anything, and the policy is told
+        except Exception as error:  # noqa: BLE001 — a tool may raise anything; the policy gets the error
             return f"error: {type(error).__name__}: {error}"
 
 
 def schema_of(tool: Tool) -> Schema:
-    """A function's schema as chat templates take it. Raises TaskError for a parameter without a type."""
+    """A function's schema in the form that chat templates expect. Raises TaskError for a parameter without a type."""
     name = getattr(tool, "__name__", type(tool).__name__)
     parameters = [p for p in inspect.signature(tool).parameters.values() if p.name != "self"]
     untyped = [p.name for p in parameters if p.annotation is p.empty]
@@ -245,7 +245,7 @@ def schema_of(tool: Tool) -> Schema:
             found = TypeAdapter(hint).json_schema()
         except (
             Exception
-        ) as error:  # pydantic raises several kinds for types that JSON does not know
+        ) as error:  # pydantic raises several kinds of errors for types that JSON cannot represent
             raise TaskError(
                 f"{where} has the type {hint}, which has no JSON schema: {error}"
             ) from error
@@ -259,7 +259,7 @@ def schema_of(tool: Tool) -> Schema:
 
 
 def instructions(schemas: Sequence[Schema]) -> str:
-    """Describes the tools to a chat if the model's template does not do it."""
+    """A description of the tools for a chat whose template does not describe them."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
         f"You may call these functions:\n<tools>\n{lines}\n</tools>\n"

@@ -22,17 +22,17 @@ from groupwise.jobs.fleet.states import FINAL, JobStatus
 
 PER_PAGE = 50
 TAIL = 300
-"""Lines of a log that a page shows."""
+"""Most lines of a log that a page shows."""
 TEXT_LIMIT = 200_000
-"""Characters of them."""
+"""Most characters of these lines."""
 MOST_OF_REASON = 1000
-"""Longest reason for cancelling a job, in characters, that an API takes."""
+"""Longest reason for cancelling a job, in characters, that the API accepts."""
 WIDTH = 1000.0
-"""Width of the picture of all attempts, in units of its own."""
+"""Width of the timeline image, in SVG units."""
 DEEPEST = 5
-"""Names before a value; what lies deeper stands as JSON."""
+"""Most levels of names before a value; anything deeper is shown as JSON."""
 Fact = tuple[str, str]
-"""A name and its value, as users wrote them: not fit for a page before a filter."""
+"""A name and its value, written by users: they must be escaped before they are put in a page."""
 
 
 def _cancel(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
@@ -58,7 +58,7 @@ class JobsQuery(Query):
     project: str | None = None
     name: str | None = None
     older_than: str | None = None
-    """The last job of the page before."""
+    """The last job of the previous page."""
 
 
 class Log(Query):
@@ -89,7 +89,7 @@ def job(visit: Visit) -> Page:
     attempts = found["attempts"]
     expect_one(name, query.epoch, [each["epoch"] for each in attempts])
     part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=query.epoch, tail=TAIL))
-    if query.epoch not in (None, part.epoch):  # it wrote nothing, and what follows is of another
+    if query.epoch not in (None, part.epoch):  # it wrote nothing; the next log is of another
         part = LogPart(b"", query.epoch, 0, part.ended)
     over = found["status"] in FINAL
     follows = not over and query.epoch is None
@@ -112,7 +112,7 @@ def job(visit: Visit) -> Page:
 
 
 def ran(job: Document, now: float) -> float | None:
-    """Seconds from its start until its end, or now; None: it has not begun."""
+    """Seconds from the job's start until its end, or until now; None if it has not started."""
     if job["start_time"] is None:
         return None
     started = datetime.fromisoformat(job["start_time"]).timestamp()
@@ -129,7 +129,7 @@ def log(visit: Visit) -> Response:
     part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=query.offset))
     data = part.data if part.ended else whole_letters(part.data)
     attempt = None
-    if part.epoch != query.epoch:  # the reader may not know yet what it is called
+    if part.epoch != query.epoch:  # the reader may not know its epoch yet
         attempts = fleet_of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
         attempt = names(attempts).get(part.epoch or 0)
     return JSONResponse(
@@ -158,7 +158,8 @@ def whole_letters(data: bytes) -> bytes:
 def names(attempts: Sequence[Document]) -> dict[int, str]:
     """The name of each attempt, by its epoch, as `groupwise fleet show` has it: `0`, `1`, and `0 of generation 1` after a retry.
 
-    One that never ran is not counted, and the next has the same number: those have their epoch beside it, `0 (epoch 7)`.
+    An attempt that never ran is not counted, so the next one has the same number; both then show their epoch as well, `0 (epoch
+    7)`.
     """
     called: dict[int, str] = {}
     for each in attempts:
@@ -169,7 +170,7 @@ def names(attempts: Sequence[Document]) -> dict[int, str]:
 
 
 def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
-    """Raise RunNotFoundError if an attempt is asked for that the job does not have. None: no certain one is."""
+    """Raise RunNotFoundError if the job does not have the requested attempt; `epoch` None means that none was requested."""
     if epoch is not None and epoch not in epochs:
         there = ", ".join(str(each) for each in epochs) or "none yet"
         raise RunNotFoundError(
@@ -178,7 +179,9 @@ def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
 
 
 def describe_job(job: Document) -> Document:
-    """A job whose attempts and checkpoints say which attempt that is (`name`), and attempts and events what is known of them (`facts`)."""
+    """A job document with additions: attempts and checkpoints get the attempt's name (`name`), attempts and events their details
+    (`facts`).
+    """
     called = names(job["attempts"])
     attempts = [
         {
@@ -189,13 +192,13 @@ def describe_job(job: Document) -> Document:
         }
         for each in job["attempts"]
     ]
-    # an API of an earlier version has none
+    # the API of an earlier version returns none
     checkpoints = [
         {**each, "name": called.get(each["epoch"], "")} for each in job.get("checkpoints") or ()
     ]
     events: list[Document] = []
     for each in job["events"]:
-        # Changed facts, as `queued → held`, and the details beside them.
+        # Changed facts, as `queued → held`, followed by the other details.
         before = dict(facts(each["before"] or {}))
         after = [*facts(each["after"] or {}), *facts(each["detail"] or {})]
         changed = [(n, f"{before[n]} → {v}" if before.get(n, v) != v else v) for n, v in after]
@@ -204,7 +207,7 @@ def describe_job(job: Document) -> Document:
 
 
 def facts(value: Any, *names: str) -> list[Fact]:
-    """Plain data as names and values; what lies in other data has their names before its own: `members exit code`. Nothing is no fact."""
+    """Plain data as names and values. A nested value is named by its whole path, such as `members exit code`. Empty values are left out."""
     if value in (None, "", [], {}):
         return []
     if len(names) < DEEPEST and isinstance(value, Mapping):
@@ -228,7 +231,9 @@ def facts(value: Any, *names: str) -> list[Fact]:
 
 
 def moments(*times: float | None) -> list[str]:
-    """Points in time for people, in seconds since 1970, the first with day and zone, the others too where theirs differ. None: left out."""
+    """Times for readers, from seconds since 1970. If all are on the same date in the same zone, only the first shows these. None
+    values are left out.
+    """
     texts = [moment(each) for each in times if each is not None]
     parts = [each.split(" ", 2) for each in texts]
     one_day = len({(day, zone) for day, _, zone in parts}) == 1
@@ -236,7 +241,7 @@ def moments(*times: float | None) -> list[str]:
 
 
 def span(attempts: list[Document], now: float) -> list[float]:
-    """Time from the beginning of the first attempt until the end of the last one, or now; empty if there is none."""
+    """Start of the first attempt and end of the last one (or now), in seconds since 1970; empty if there are no attempts."""
     if not attempts:
         return []
     begin = min(each["created_at"] for each in attempts)
@@ -244,13 +249,13 @@ def span(attempts: list[Document], now: float) -> list[float]:
 
 
 def axis(attempts: list[Document], now: float) -> list[str]:
-    """Labels below the bars: when the first began, the middle, and the end; empty if there is none."""
+    """Labels below the bars: start, middle and end of the time span; empty if there is none."""
     found = span(attempts, now)
     return moments(found[0], sum(found) / 2, found[1]) if found else []
 
 
 def timeline(attempts: list[Document], now: float) -> list[Document]:
-    """Bars over their span: what of each attempt was waiting, and what ran."""
+    """Bars of all attempts over their time span, each divided into waiting and running."""
     if not attempts:
         return []
     begin, end = span(attempts, now)

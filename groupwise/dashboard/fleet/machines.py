@@ -1,4 +1,4 @@
-"""The fleet as a whole: problems that need attention, and all machines with their GPUs, as they are reserved and as they were seen."""
+"""The fleet as a whole: problems that need attention, and all machines with their GPUs, both reserved and observed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Action:
     """An action on a job or a machine."""
 
     word: str
-    """Label of its button."""
+    """Label of the button."""
     verb: Callable[[FleetLike, str, Mapping[str, str]], Document]
-    """Does it with the one of this name, as the fields of its form say."""
+    """Performs the action on the named job or machine, with the fields of the form."""
     statuses: tuple[str, ...]
-    """Statuses in which it is offered."""
+    """Statuses in which the action is offered."""
 
 
 TAKING, DRAINING = "taking work", "draining"
@@ -32,10 +32,10 @@ ACTIONS: Mapping[str, Action] = {
     "drain": Action("start no new jobs there", lambda fleet, vm, _: fleet.drain(vm), (TAKING,)),
     "undrain": Action("let jobs start there again", lambda fleet, vm, _: fleet.undrain(vm), (DRAINING,)),
 }  # fmt: skip
-"""Actions on a machine; a cordoned one, too, is draining or not."""
+"""Actions on a machine; a cordoned machine, too, may be draining or not."""
 NOT_RUNNING = tuple(each.value for each in JobStatus if each != JobStatus.RUNNING)
 MOST_RUNNING, MOST_OTHERS = 50, 20
-"""Jobs of a machine that its page shows."""
+"""Most jobs of a machine that its page shows: running ones, and others."""
 
 
 def fleet_of(visit: Visit) -> WatchedFleet:
@@ -81,7 +81,7 @@ def machine(visit: Visit) -> Page:
 
 
 def changes(kind: str, actions: Mapping[str, Action]) -> Do:
-    """The form handler for these actions on one of the fleet's things, which the address names as `kind`."""
+    """The handler for forms with these actions on a job or machine, whose name is the address's part `kind`."""
 
     def change(visit: Visit, form: Mapping[str, str]) -> str:
         name, action = visit.named(kind), form.get("action", "")
@@ -98,15 +98,15 @@ def changes(kind: str, actions: Mapping[str, Action]) -> Do:
 
 
 def words_of(actions: Mapping[str, Action], status: str) -> dict[str, str]:
-    """The buttons that are offered for what has this status."""
+    """The buttons that are offered in this status."""
     return {name: action.word for name, action in actions.items() if status in action.statuses}
 
 
 def describe_machine(machine: Document) -> Document:
     """A machine with its slots, and for each GPU the word for its state: held, free, quarantined, or its use by others.
 
-    Slots are places for jobs without GPUs: those of its engine if it has one, else the configured number; by default one if the machine
-    has no GPUs, otherwise none.
+    Slots are places for jobs without GPUs: those of its scheduler (`engine`) if it has one, else the configured number; by default
+    one if the machine has no GPUs, otherwise none.
     """
     gpus: list[Document] = []
     for gpu in machine.get("gpus", []):

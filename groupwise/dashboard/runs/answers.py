@@ -1,10 +1,10 @@
 """Compares two policies' answers to the same prompts: of two runs, or of one run at two of its steps.
 
-Each side is a run until a step. For each prompt that both have answered, the newest group of each side is taken (if a run is compared
-with itself and no step is given: the oldest and the newest). The prompts whose rewards differ most come first.
+Each side is a run until a step. For each prompt that both have answered, the newest group of each side is used (if a run is
+compared with itself without a step: the oldest and the newest). The prompts whose rewards differ most come first.
 
-A run may have a hundred thousand groups. `MOST_GROUPS` groups of each side are looked at, and the rewards of `MOST_PROMPTS` prompts
-are compared; the page says if that has left something out.
+A run may have a hundred thousand groups. `MOST_GROUPS` groups of each side are read, and the rewards of `MOST_PROMPTS` prompts are
+compared; the page says if these limits left something out.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from groupwise.runs.store import Store
 
 PER_PAGE = 10
 MOST_GROUPS = 10_000
-"""Groups of each side that are looked at."""
+"""Most groups of each side that are read."""
 MOST_PROMPTS = 3_000
-"""Prompts answered by both whose rewards are read."""
+"""Most prompts, answered by both, whose rewards are read."""
 MOST_MEMBERS = 64
-"""Members of a group that are shown."""
+"""Most members of a group that are shown."""
 ORDERS = {
     "changed": "largest difference first",
     "better": "where B is better",
     "worse": "where B is worse",
 }
 SCORING = ("rewards.", "task.", "rollout.")
-"""Settings that say what a reward means."""
+"""Settings that define the meaning of a reward."""
 Key = tuple[int, str] | str
-"""Identifies a prompt: with the number of its example if both sides have the same data, else its text alone."""
+"""Identifies a prompt: its example number and text if both sides have the same data, else only its text."""
 
 
 class AnswersQuery(Query):
@@ -58,7 +58,7 @@ class AnswersQuery(Query):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A policy whose answers are looked at."""
+    """A policy whose answers are compared."""
 
     run: str
     until: int | None
@@ -103,7 +103,7 @@ def compare(visit: Visit) -> Page:
         groups_b = store_b.groups_asked(filter_b)
         matched = matches(groups_a, groups_b)
         if not matched and query.example is not None:
-            # The data differ: the example has another number in B.
+            # The data differ, so the example has another number in B.
             groups_b = store_b.groups_asked(replace(filter_b, example=None))
             matched = matches(groups_a, groups_b)
         if side_a.run == side_b.run:
@@ -154,9 +154,9 @@ def _filter(side: Side, query: AnswersQuery) -> AskedFilter:
 def matches(
     a: Sequence[GroupAsked], b: Sequence[GroupAsked]
 ) -> list[tuple[GroupAsked, GroupAsked]]:
-    """The groups of the prompts that both have, each time the first one, in the order of A.
+    """For each prompt that both have, its first group on each side, in the order of A.
 
-    By text and number of the example; of what is left, because the data are others or have shifted, the text alone decides.
+    Groups are matched by example number and text; the rest, from different or shifted data, by text only.
     """
     found: list[tuple[GroupAsked, GroupAsked]] = []
     seen_a: set[Key] = set()
@@ -190,7 +190,7 @@ def _firsts(
 
 
 def in_order(pairs: Sequence[Pair], order: str) -> list[Pair]:
-    """Sort pairs; `better` and `worse` keep only such pairs. Pairs that cannot be compared come last."""
+    """Sort pairs; `better` and `worse` keep only pairs in which B is better or worse. Pairs that cannot be compared come last."""
     known = [(each, by) for each in pairs if (by := each.difference) is not None]
     if order == "better":
         return [each for each, by in sorted(known, key=lambda pair: -pair[1]) if by > 0]
@@ -231,12 +231,12 @@ def _answers(group: GroupAsked, score: GroupScore, store: Store) -> dict[str, An
 
 
 def _scored_otherwise(a: Path, b: Path) -> list[str]:
-    """The settings by which the two runs may have given other rewards for the same answer."""
+    """Settings that differ between the two runs and may change the rewards of the same answer."""
     if a == b:
         return []
     configs: dict[str, Mapping[str, Any]] = {}
     for path in (a, b):
-        with suppress(StoreError):  # of a run that ended before it had one
+        with suppress(StoreError):  # a run may end before it has a config
             configs[path.name] = read_config(path)
     return [key for key in differences(configs) if key.startswith(SCORING)]
 

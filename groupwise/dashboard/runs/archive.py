@@ -1,7 +1,7 @@
-"""Sends a folder as one ZIP archive, made on the fly: only the piece being sent is in memory, and nothing is on disk.
+"""Sends a folder as one ZIP archive, created on the fly: only the piece being sent is in memory, and nothing is written to disk.
 
-Weights do not get smaller by packing, so files are stored as they are. Sizes and check sums follow each file, because they are known
-only then; unpacking reads them at the archive's end, and notices there that it was broken off.
+Weights do not compress, so files are stored uncompressed. Sizes and checksums follow each file, because they are not known before;
+unpacking reads them at the end of the archive, and so detects a truncated download.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 PIECE = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes read at once."""
 
 
 class _OnItsWay:
-    """Buffers the part of the archive that has been written but not sent."""
+    """Buffers archive bytes that have been written but not sent."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -25,10 +25,10 @@ class _OnItsWay:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: `take` returns the buffered bytes."""
 
     def close(self) -> None:
-        """Do nothing: the rest is still to be sent."""
+        """Does nothing: the rest is still to be sent."""
 
     def take(self) -> bytes:
         data, self._pieces = b"".join(self._pieces), []
@@ -36,7 +36,7 @@ class _OnItsWay:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files that lie below a folder, in the order of their names; none that a link only makes appear there."""
+    """All files below a folder, sorted; files outside of it that a link points to are left out."""
     root = folder.resolve()
     return sorted(
         each for each in folder.rglob("*") if each.is_file() and each.resolve().is_relative_to(root)
@@ -44,7 +44,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def archive(folder: Path, name: str) -> Generator[bytes]:
-    """The archive in pieces; its files lie in it below `name`."""
+    """The archive in pieces; paths in it start with `name`."""
     pipe = _OnItsWay()
     with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as made:
         for file in files_of(folder):

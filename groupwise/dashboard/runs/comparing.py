@@ -1,4 +1,4 @@
-"""Several runs beside each other: one metric of all in one plot, and the settings in which they differ."""
+"""Compares several runs: one metric of all in one plot, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ USUAL = (
     "grad_norm",
     "time/step",
 )
-"""Metrics shown for several runs unless one is asked for, as far as one of them has it."""
+"""Metrics shown for several runs unless one is requested; those that at least one of the runs has."""
 
 
 class CompareQuery(Query):
@@ -57,7 +57,7 @@ def compare(visit: Visit) -> Page:
         path = visit.place.run(name)
         with Store.open(path / RECORD, readonly=True) as store:
             metrics += names_of(store)
-        with suppress(StoreError):  # a run that ended before it had one
+        with suppress(StoreError):  # a run may end before it has a config
             configs[name] = read_config(path)
     metrics = sorted({*metrics})
     if query.metric and query.metric not in metrics:
@@ -88,7 +88,7 @@ def compare(visit: Visit) -> Page:
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Settings that are not the same in all of these: dotted key -> the value in each, in their order."""
+    """Settings that are not the same in all runs: dotted key -> the value in each run, in their order."""
     flat = {name: flatten(config) for name, config in configs.items()}
     keys = sorted({key for each in flat.values() for key in each} - PLACES)
     rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}

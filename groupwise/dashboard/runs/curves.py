@@ -1,4 +1,4 @@
-"""Chooses a run's plots, and thins their curves to the width of a screen before they are sent."""
+"""Chooses a run's plots, and reduces their curves to the width of a screen before they are sent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from groupwise.runs.store import Store
 
 MOST_COLUMNS = 2000
 MOST_PASS = 12
-"""Curves of pass@k in one plot."""
+"""Most pass@k curves in one plot."""
 MOST_STEPS = 2**53
-"""More than any run has; beyond them numbers of a page are no longer exact."""
+"""Larger than the step count of any run; beyond it numbers in JavaScript are no longer exact."""
 PART, MEAN, SPREAD = "rewards/", "/mean", "/std"
 
 
@@ -35,17 +35,17 @@ class PlottedMetric:
     metric: str
     label: str
     spread: str = ""
-    """A metric that says how far the values lie from it, shown as a band."""
+    """The metric with the spread of the values, shown as a band around the curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Some curves with one axis."""
+    """Several curves with one axis."""
 
     title: str
     lines: tuple[PlottedMetric, ...]
     says: str = ""
-    """Explains in a sentence what it means, and what is good."""
+    """One sentence that explains the plot, and which values are good."""
     section: str = "More"
     stacked: bool = False
     """True if the curves add up to a whole."""
@@ -111,16 +111,16 @@ PLOTS = (
         stacked=True,
     ),
 )  # fmt: skip
-"""The plots that are known by name, in the order in which they are shown; a run has those whose metrics it has."""
+"""The plots defined by name, in display order; a run has those whose metrics it has."""
 SECTIONS = ("Reward", "Held out", "Policy", "Completions", "Update", "Time", "Task", "More")
 _LEFT_OUT = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens", "eval/tokens"})  # fmt: skip
-"""Metrics that other plots show, or that no picture is needed for."""
+"""Metrics that other plots show, or that need no plot."""
 _SECTION_OF = {"task": "Task", EVAL: "Held out"}
-"""Sections of metrics that have no plot of their own, by how their names begin."""
+"""Sections of metrics without a plot of their own, by the prefix of their names."""
 
 
 def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
-    """All plots of a run with these metrics, by section; each metric is in one of them."""
+    """All plots of a run with these metrics, by section; each metric is in exactly one."""
     there = set(names)
     found: list[Plot] = []
     for plot in PLOTS:
@@ -205,11 +205,11 @@ def curves(visit: Visit) -> Response:
 
 
 Within = tuple[int, int] | None
-"""The first and the last step of all columns; None: there are none."""
+"""The first and the last step of all columns; None if there are none."""
 
 
 def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
-    """Curves of one run: `runs` by their names, and if they were asked for `totals` and `times`."""
+    """Curves of one run: `runs` by their names, and if requested `totals` and `times`."""
     with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
         of_evaluations = [name for name in query.name if name.startswith(f"{EVAL}/")]
         known = evaluated_curves(store) if of_evaluations else {}
@@ -245,7 +245,9 @@ def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
 
 
 def _within(store: Store, query: CurvesQuery, evaluated: Collection[int]) -> Within:
-    """The steps that all curves of a run span, so that their columns are the same. `evaluated`: the steps of its evaluations."""
+    """The range of steps that is common to all curves of a run, which gives them the same columns. `evaluated`: the steps of its
+    evaluations.
+    """
     ranges = [each for each in (store.range_of([*query.name, *query.total]),) if each]
     ranges += [(min(evaluated), max(evaluated))] if evaluated else []
     if not ranges:
@@ -263,7 +265,7 @@ def names_of(store: Store) -> list[str]:
 
 
 def evaluated_curves(store: Store) -> dict[str, Curve]:
-    """Results on held-out prompts and benchmarks over the training, by the names that plots know them by."""
+    """Results on held-out prompts and benchmarks over the training, under their names in plots."""
     return curves_of(store.evaluations(rows=False))
 
 

@@ -1,5 +1,5 @@
-"""Evaluations, of one run and of all: their metrics, pass@k as curves over k, two of them compared prompt by prompt with intervals, and the
-answers of one, prompt by prompt.
+"""Evaluations of one run and of all: their metrics, pass@k as curves over k, a comparison of two prompt by prompt with intervals,
+and the answers of one prompt by prompt.
 """
 
 from __future__ import annotations
@@ -39,30 +39,34 @@ from groupwise.training.review.compare import (
 )
 
 PER_PAGE = 50
-"""Prompts that a page lists."""
+"""Prompts per page."""
 MOST_CURVES = 12
-"""Curves of pass@k in one picture, the newest."""
+"""Most pass@k curves in one plot, the newest."""
 WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
-"""How many of the newest evaluations of a run have intervals, for which every answer is read: on its own page, and in the list of all."""
+"""Number of the newest evaluations of a run that get intervals, on the run's own page and in the list of all; each interval needs
+all answers to be read.
+"""
 LONGEST = 1000
-"""Characters by which an evaluation is named."""
+"""Most characters of an evaluation's reference."""
 RUNS = 50
-"""Runs whose evaluations one page lists."""
+"""Runs per page in the list of all evaluations."""
 MOST_OF_EACH = 20
-"""Evaluations of a run that the list of all has, the newest."""
+"""Most evaluations of a run in the list of all, the newest."""
 MOST_METRICS = 8
-"""Columns of that list, those that most have."""
+"""Most columns of that list: the most common metrics."""
 FIRST = ("reward", "pass@1")
 """Metrics that come first."""
 MOST_SAMPLES = 32
-"""Answers to one prompt that a page shows."""
+"""Most answers to one prompt that a page shows."""
 FILTERS = {
     "all": "all",
     "never": "no answer succeeds",
     "sometimes": "some answers do",
     "always": "all answers do",
 }
-"""Prompts by how many answers succeed, as pass@k counts it; where that is not known, by how many earn the highest reward of all."""
+"""Prompts by how many of their answers succeed, as counted by pass@k; if success is not known, by how many earn the highest reward
+of all.
+"""
 
 
 def evaluations(visit: Visit) -> Page:
@@ -97,10 +101,10 @@ def every_evaluation(visit: Visit) -> Page:
     here = paginate(runs, query.page, RUNS)
     found: list[tuple[str, Evaluated]] = []
     for path in here.rows:
-        # A run that cannot be read has none; the list of runs shows it.
+        # A run that cannot be read is skipped; the list of runs shows it.
         with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
             own = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
-            # the newest first, those without a step last
+            # newest first, those without a step last
             own.sort(
                 key=lambda each: (each.step is not None, each.step or 0, each.at), reverse=True
             )
@@ -123,7 +127,7 @@ def every_evaluation(visit: Visit) -> Page:
 
 
 def _columns(names: Iterable[str]) -> list[str]:
-    """The metrics in order: reward and pass@1, then those that most evaluations have; those that say nothing of success come last."""
+    """The metrics in order: reward and pass@1, then the most common ones; metrics that do not measure success come last."""
     counts = Counter(names)
 
     def place(name: str) -> tuple[int, int, str]:
@@ -134,7 +138,7 @@ def _columns(names: Iterable[str]) -> list[str]:
 
 
 def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
-    """pass@k over k of the newest evaluations that have measured it for several, with its interval where that is known."""
+    """pass@k over k for the newest evaluations that have it for several k, with its interval if known."""
     curves: list[dict[str, Any]] = []
     for each in found:
         metrics_by_k = by_k(each.metrics)
@@ -174,7 +178,7 @@ def compare(visit: Visit) -> Page:
     if not query.a or not query.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
     found: Comparison = compare_sides(side(visit, query.a), side(visit, query.b))
-    # pass@k over k of both, if several k were measured of both
+    # pass@k over k of both, if both measured several k
     metrics = {each.name: each for each in found.metrics}
     metrics_by_k = by_k(metrics)
     both = [metrics[name] for name in metrics_by_k.values()] if len(metrics_by_k) >= 2 else []
@@ -205,7 +209,7 @@ def compare(visit: Visit) -> Page:
 
 
 def side(visit: Visit, reference: str) -> Side:
-    """An evaluation of this dashboard; a path elsewhere is none."""
+    """An evaluation of this dashboard; a path outside of it is not accepted."""
     if reference.startswith(":"):
         return side_beside(visit.place.runs.folder, reference)
     return side_of(*what_is_meant(reference, visit.place.run_and_step))
@@ -232,7 +236,7 @@ def answers(visit: Visit) -> Page:
         )
     best = None
     if all(row.get("success") is None for row in found.rows):
-        # It is not known which answers succeed: those that earn the highest reward of all.
+        # Success is not recorded, so answers with the highest reward of all count as successful.
         best = max(_rewards(found.rows), default=math.inf)
     prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(found.rows).values()]
     counts = Counter(each["solved"] for each in prompts)
@@ -259,7 +263,7 @@ def _rewards(rows: Sequence[Row]) -> list[float]:
 
 
 def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
-    """A prompt with its answers. `best`: the reward by which an answer succeeds; None if `success` says so itself."""
+    """A prompt with its answers. `best`: the reward at which an answer counts as successful; None if `success` is recorded."""
     rewards = _rewards(rows)
     judged = [row.get("success") if best is None else row["reward"] == best for row in rows]
     known = [bool(each) for each in judged if each is not None]

@@ -86,7 +86,7 @@ def _lines(store: Store, rollout_filter: RolloutFilter) -> Generator[bytes]:
 
 
 class Sent(StreamingResponse):
-    """A long answer that closes its generator at the end, even if the client has gone, so that no file stays open."""
+    """A long response that closes its generator at the end, even if the client has disconnected, so no file stays open."""
 
     def __init__(self, pieces: Generator[bytes], **more: Any) -> None:
         super().__init__(pieces, **more)
@@ -101,7 +101,7 @@ class Sent(StreamingResponse):
 
 
 def _folder(run: Path, where: str) -> Path:
-    """`final`, or `step-N`, where it lies in the run's folder. Raises RunNotFoundError."""
+    """The folder of `final` or `step-N` in the run's folder. Raises RunNotFoundError."""
     is_step = where.startswith("step-") and where.removeprefix("step-").isdecimal()
     if where == FINAL or (is_step and len(where) < 30):
         found = run / FINAL if where == FINAL else run / CHECKPOINTS / where
@@ -111,7 +111,7 @@ def _folder(run: Path, where: str) -> Path:
 
 
 def _header_safe(name: str) -> str:
-    """The name, made safe for a header."""
+    """The name with characters that are unsafe in a header replaced."""
     return "".join(
         each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name
     )

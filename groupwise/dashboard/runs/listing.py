@@ -1,4 +1,4 @@
-"""All runs: what state each is in, how its reward goes, and those of a search."""
+"""All runs: their state, the curve of their reward, and search."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def has_words(listed: Listed, words: str) -> bool:
 
 
 def are_in(words: str, texts: Iterable[str | None]) -> bool:
-    """True if all words stand in these texts; case is ignored."""
+    """True if all words occur in these texts, ignoring case."""
     there = " ".join(filter(None, texts)).casefold()
     return all(word in there for word in words.casefold().split())
 

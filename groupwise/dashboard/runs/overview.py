@@ -1,4 +1,4 @@
-"""One run: its state and last numbers, its plots, what they say in words, its checkpoints, evaluations and settings."""
+"""One run: its state and last numbers, its plots, its warnings, its checkpoints, evaluations and settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from groupwise.runs.lock import holder
 from groupwise.runs.store import Store
 
 MOST_WARNINGS = 20
-"""The newest, that are listed."""
+"""Most warnings listed, the newest."""
 NEWEST_FAILURES = 5_000
-"""Rollouts without a score whose reasons are looked at."""
+"""Most rollouts without a score whose reasons are read, the newest."""
 LOG = "log.txt"
 LOG_BYTES = 16_384
 """Bytes shown from the end of the log."""
@@ -59,7 +59,7 @@ def run(visit: Visit) -> Page:
             "metric": listed.metric,
         }
     summary = None
-    with suppress(StoreError):  # a page shows what else there is
+    with suppress(StoreError):  # the page shows everything else
         summary = read_summary(path)
     data |= {
         "checkpoints": _checkpoints(path),
@@ -80,7 +80,7 @@ def config(visit: Visit) -> Page:
 
 
 def head_of(visit: Visit, path: Path) -> dict[str, Any]:
-    """Data for the head of every page of a run."""
+    """Data for the header of every page of a run."""
     return _head(path, visit.place.runs.one(path))
 
 
@@ -109,7 +109,7 @@ def _head(path: Path, listed: Listed) -> dict[str, Any]:
 
 
 def _seconds_left(store: Store, info: RunInfo) -> float | None:
-    """Estimated seconds until the end of a running run, by the time that its last steps took."""
+    """Estimated seconds until the end of a running run, from the duration of its last steps."""
     if info.state != "running" or not info.steps or info.max_steps is None:
         return None
     _, times = store.curve_ends("time/step", ENDS)
@@ -118,7 +118,7 @@ def _seconds_left(store: Store, info: RunInfo) -> float | None:
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:
-    with suppress(GroupwiseError, FileNotFoundError):  # one is pruned meanwhile
+    with suppress(GroupwiseError, FileNotFoundError):  # it may be pruned meanwhile
         found = checkpoints.complete(path / CHECKPOINTS)
         whole = [
             {"step": each.step, "bytes": size, "damaged": None}
@@ -135,7 +135,7 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
 
 
 def _bytes_of(folder: Path) -> int | None:
-    """Size of all files in a folder; None if it was removed a moment ago, as old checkpoints are."""
+    """Size of all files in a folder; None if it was just removed, as happens to old checkpoints."""
     try:
         folder.stat()
         return sum(file.stat().st_size for file in files_of(folder))
@@ -144,7 +144,7 @@ def _bytes_of(folder: Path) -> int | None:
 
 
 def _end_of(file: Path) -> str:
-    """The last whole lines of a log; the end of the last one, if that is very long. Empty if there is no log."""
+    """The last complete lines of a log, or the end of the last line if that is very long. Empty if there is no log."""
     with suppress(OSError), file.open("rb") as log:
         begin = max(0, file.stat().st_size - LOG_BYTES)
         log.seek(begin)

@@ -1,4 +1,4 @@
-"""Rollouts: those of a search, a group side by side, the same example over all steps, and one rollout token by token."""
+"""Rollouts: search results, a group side by side, the same example over all steps, and one rollout token by token."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ from groupwise.runs.tables import prompt_text
 
 PER_PAGE = 30
 LISTED, BESIDE, WHOLE = 4_000, 1_500, 20_000
-"""Characters of a text that is in a list, beside many others, and beside those of its group; all of it is on the rollout's own page."""
+"""Most characters of a text: in a list, next to many others, and next to the others of its group. The rollout's own page shows all
+of it.
+"""
 GROUPS_OF_EXAMPLE = 20
 MOST_MEMBERS = 64
 """Members of each group shown on the page of an example."""
 MOST_STEPS = 200
-"""Steps offered for comparison, spread evenly."""
+"""Most steps offered for comparison, spread evenly."""
 TOKENS = 4_000
 """Tokens of a rollout shown on one page."""
 MOST_SHOWN = 1000
-"""Members of a group that its page shows."""
+"""Most members of a group that its page shows."""
 MOST_OF_GROUP = 100_000
-"""Members of a group among which one is looked for."""
+"""Most members of a group that are searched for one of them."""
 ADDRESS = re.compile(r"(\d{1,18})\.(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 MOST_PAGES = 4000
-"""Beyond that one says what is looked for: rows that are passed over have to be read."""
+"""Most pages of a search; beyond it the user must refine the search, because skipped rows have to be read."""
 MOST_TASKS = 200
-"""Tasks offered to choose from; if there are more, the user types one."""
+"""Most tasks offered as choices; if there are more, the user types one."""
 MOST_OTHERS = 100
-"""Runs that are offered to compare with."""
+"""Most runs offered for comparison."""
 ORDERS = {
     "newest": "newest first",
     "draw": "as drawn",
@@ -80,7 +82,7 @@ class RolloutsQuery(Query):
 
     @property
     def wanted(self) -> RolloutFilter:
-        """Filter for the record; one row more than is shown says whether there is a next page."""
+        """Filter for the record; one extra row shows if there is a next page."""
         return RolloutFilter(
             step=self.step,
             example=self.example,
@@ -221,7 +223,7 @@ def rollout(visit: Visit) -> Page:
     if found is None:
         raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
     prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
-    # One page of the tokens that were drawn; none if they were not kept.
+    # One page of the sampled tokens; none if they were not kept.
     count = sum(len(each.token_ids) for each in found.segments)
     pages = max(1, -(-count // TOKENS))
     if page > pages:
@@ -249,9 +251,10 @@ def rollout(visit: Visit) -> Page:
 
 
 def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
-    """The draw of a rollout, and which of its group it is: `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the id that it has in the record now.
+    """The draw of a rollout, and a test that finds it in its group. `name` is `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the current
+    id in the record.
 
-    A run that is resumed draws the same again; ids are those of rows, and may become others then.
+    A resumed run repeats draws; ids are row ids, which may change then.
     """
     if match := ADDRESS.fullmatch(name):
         draw, member, attempt = (int(each or 0) for each in match.groups())

@@ -1,7 +1,7 @@
-"""The tokens of a rollout as they were drawn, each with its text, its probability, and the learner's probability.
+"""The sampled tokens of a rollout, each with its text, its probability, and the learner's probability.
 
-The record has ids only. Their texts come from the tokenizer that the run left in its folder when it began, else from that of its final
-weights or of its model, if this machine has it; if there is none, the ids are shown.
+The record has only ids. Their texts come from the tokenizer that the run saved in its folder at the start, else from that of its
+final weights or of its model, if this machine has it; if there is none, the ids are shown.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from groupwise.runs.folder import FINAL, TOKENIZER, read_config
 
 FILE = "tokenizer.json"
 STEPS = 8
-"""Shades of a colour."""
+"""Number of shades of a colour."""
 BEFORE = 32
-"""Tokens before those that are shown that are read with them: a letter may be of several, and a word's space is of the one before."""
+"""Tokens before the shown ones that are decoded with them: a character may consist of several tokens, and a word's space may belong
+to the token before.
+"""
 LEAST_NATS = 6.0
-"""Below which a token is shown as improbable as can be."""
+"""Negative log-probability (nats) from which a token gets the deepest shade."""
 MOST_RATIO = 1.5
-"""Ratio with the deepest colour, and below 1 its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
-middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
+"""Ratio with the deepest colour (and its inverse, below 1). With it the usual clip bounds, 0.8 and 1.2, are in the middle of the
+scale, and rounding errors of bfloat16 (a few hundredths) get no colour or the palest one.
+"""
 
 
 LONGEST = 1_000
-"""Characters of a token that are shown."""
+"""Most characters of a token that are shown."""
 AFTER = 4
-"""Tokens that are read behind a page: the rest of a letter."""
+"""Tokens decoded after a page, to complete its last character."""
 
 
 class Reads(Protocol):
-    """A reader of tokens."""
+    """Converts token ids to text."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, in this order."""
@@ -46,7 +49,7 @@ class Reads(Protocol):
 
 
 class Ids:
-    """Stands in if there is no tokenizer: shows ids."""
+    """Used if there is no tokenizer: shows ids."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """See `Reads.pieces`."""
@@ -60,18 +63,20 @@ class ByFile:
         self._tokenizer, self._stream = tokenizer, stream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """See `Reads.pieces`. A letter of several tokens is shown at the last of them; what is no letter, and no token, as its id."""
+        """See `Reads.pieces`. A character of several tokens is shown at the last of them; bytes that form no character, and unknown
+        tokens, are shown as their id.
+        """
         stream = self._stream(skip_special_tokens=False)
         pieces: list[str | None] = []
         for each in map(int, ids):
             try:
                 piece = stream.step(self._tokenizer, each)
-            except Exception:  # noqa: BLE001 — the library has no kinds: bytes that never become a letter
+            except Exception:  # noqa: BLE001 — the library raises plain Exception for bytes that form no character
                 stream, piece = self._stream(skip_special_tokens=False), f"⟨{each}⟩"
             unknown = not piece and self._tokenizer.id_to_token(each) is None
             pieces.append(f"⟨{each}⟩" if unknown else piece)
         if pieces and pieces[-1] is None:
-            pieces[-1] = "\ufffd"  # of a letter that was cut off
+            pieces[-1] = "\ufffd"  # the start of a character that was cut off
         return [(piece or "")[:LONGEST] for piece in pieces]
 
 
@@ -100,14 +105,14 @@ def _reader_of(file: str, _: int) -> Reads | None:
         described = json.loads(Path(file).read_bytes())
         if not _shortens(described.get("decoder")):
             return None
-        # whatever a model's author has written for reading texts is not needed to show tokens, and may take any time
+        # these parts are only used to encode text, not to show tokens, and an author's settings may take unbounded time
         described |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
         return ByFile(library.Tokenizer.from_str(json.dumps(described)), stream)
     return None
 
 
 def _shortens(decoder: dict[str, Any] | None) -> bool:
-    """True if a decoder makes no text longer: a few doubling steps could fill the memory when a page is opened."""
+    """True if a decoder never lengthens text: a few doubling steps could fill the memory when a page is opened."""
     if decoder is None or decoder["type"] in (
         "ByteLevel",
         "ByteFallback",
@@ -125,7 +130,7 @@ def _shortens(decoder: dict[str, Any] | None) -> bool:
 
 @lru_cache(maxsize=8)
 def _reader_of_model(model: str) -> Reads | None:
-    """Reader from a model folder's tokenizer; other models are not loaded for a page."""
+    """The tokenizer in a local model folder; other models are not loaded for a page."""
     file = Path(model).expanduser() / FILE
     return _reader_of(str(file), file.stat().st_mtime_ns) if file.is_file() else None
 
@@ -133,7 +138,7 @@ def _reader_of_model(model: str) -> Reads | None:
 def segments_of(
     rollout: Rollout, reads: Reads, first: int = 0, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """The segments after the prompt, token by token: so many tokens from the one with the index `first` on, by default all."""
+    """The segments after the prompt, token by token: `most` tokens starting at index `first`, by default all."""
     found: list[dict[str, Any]] = []
     begin, end = first, math.inf if most is None else first + most
     for segment in rollout.segments:
@@ -175,21 +180,21 @@ def _tokens(segment: Segment, reads: Reads, first: int, end: int) -> list[dict[s
 
 
 def shade_of(logprob: float | None) -> int | None:
-    """0: certain, 8: improbable; None: it was not drawn."""
+    """0: certain, 8: improbable; None: the token was not sampled."""
     if logprob is None or not math.isfinite(logprob):
         return None
     return min(STEPS, round(-logprob / LEAST_NATS * STEPS))
 
 
 def ratio_of(learner: float | None, sampler: float | None) -> float | None:
-    """The learner's probability of a token over the sampler's; None if one of them said none, or it is no number."""
+    """The learner's probability of a token over the sampler's; None if one of them is missing, or the ratio is not a number."""
     if learner is None or sampler is None or not math.isfinite(learner - sampler):
         return None
-    return math.exp(min(learner - sampler, 700.0))  # beyond it would be no number
+    return math.exp(min(learner - sampler, 700.0))  # beyond it exp overflows
 
 
 def ratio_shade_of(ratio: float | None) -> int | None:
-    """0: the same to both; 8: far more probable to the learner, -8: far less; in equal steps of the logarithm."""
+    """0: equal; 8: far more probable under the learner, -8: far less; in equal steps of the logarithm."""
     if ratio is None:
         return None
     nats = math.log(ratio) if ratio else -math.inf
@@ -197,7 +202,7 @@ def ratio_shade_of(ratio: float | None) -> int | None:
 
 
 def without_ratios(rollout: Rollout, group: Group) -> str | None:
-    """Why the tokens of a rollout have no ratios, for people; None if they have."""
+    """The reason why the tokens of a rollout have no ratios, in words; None if they have."""
     if any(segment.learner_logprobs for segment in rollout.segments):
         return None
     if rollout.advantage is None:

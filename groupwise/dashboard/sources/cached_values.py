@@ -1,6 +1,7 @@
-"""Caches values that many pages ask for again and again: whatever is slow is asked once.
+"""Caches values that many pages request repeatedly: a slow query is made once for all.
 
-`BackgroundValue` finds one in the background, so that no page waits long; callers of a `CachedCall` wait for the one of them that asks.
+`BackgroundValue` computes its value in the background, so no page waits long; callers of a `CachedCall` wait for the one of them
+that makes the query.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from groupwise.core.errors import GroupwiseError
 
 T = TypeVar("T")
 LAST = 5.0
-"""Seconds that an end waits for the look under way."""
+"""Seconds that `end` waits for a computation in progress."""
 EVERY = 1.0
-"""Seconds for which a value is good."""
+"""Seconds for which a value is valid."""
 MOMENT = 0.5
 """Seconds that a caller waits for a newer value."""
 WAIT = 5.0
-"""Seconds that others wait for the one that asks."""
+"""Seconds that other callers wait for the one that makes the query."""
 
 
 class Ends(Protocol):
@@ -36,7 +37,7 @@ E = TypeVar("E", bound=Ends)
 
 @contextmanager
 def ending(watched: E) -> Generator[E]:
-    """Have it end before what it looks at is closed."""
+    """End a watcher when the block is left, before its source is closed."""
     try:
         yield watched
     finally:
@@ -44,10 +45,10 @@ def ending(watched: E) -> Generator[E]:
 
 
 class BackgroundValue(Generic[T]):
-    """A value that is found in the background."""
+    """A value that is computed in the background."""
 
     def __init__(self, find: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
-        """`find` may take as long as it likes, and raises nothing."""
+        """`find` may take any time, and must not raise."""
         self._find, self._clock = find, clock
         self._lock = threading.Lock()
         self._found: tuple[float, T] | None = None
@@ -56,7 +57,7 @@ class BackgroundValue(Generic[T]):
         self._ended = False
 
     def now(self, moment: float = MOMENT) -> T | None:
-        """The value as it is known now; None: nothing is known yet."""
+        """The latest known value; None if nothing is known yet."""
         with self._lock:
             if self._found is not None and self._clock() - self._found[0] < EVERY:
                 return self._found[1]
@@ -71,13 +72,13 @@ class BackgroundValue(Generic[T]):
             return None if self._found is None else self._found[1]
 
     def forget(self) -> None:
-        """Drop the value, because it has just changed: the next caller finds it again."""
+        """Drop the value, because it has just changed: the next caller computes it again."""
         with self._lock:
             self._found, self._finding = None, None
             self._forgotten += 1
 
     def end(self, seconds: float = LAST) -> None:
-        """Stop looking, so that the source may be closed. Waits at most `seconds` for a look in progress."""
+        """Stop computing, so the source can be closed. Waits at most `seconds` for a computation in progress."""
         with self._lock:
             self._ended, finding = True, self._finding
         if finding is not None:
@@ -98,14 +99,14 @@ class CachedCall(Generic[T]):
     def __init__(
         self, ask: Callable[[], T], who: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`who` is asked, for people."""
+        """`who` is the name of the queried service, for messages."""
         self._ask, self._who, self._clock = ask, who, clock
         self._lock = threading.Lock()
         self._kept: tuple[float, int, T | GroupwiseError] | None = None
         self._forgotten = 0
 
     def now(self) -> T:
-        """Raises what `ask` did, and `too_busy` if that takes too long for the others who wait."""
+        """The answer. Raises the error of `ask`, and `too_busy` if another caller's query takes too long."""
         if not self._lock.acquire(timeout=WAIT):
             raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
         try:
@@ -121,7 +122,7 @@ class CachedCall(Generic[T]):
         return found
 
     def forget(self) -> None:
-        """Drop the value, because it has just changed: the next caller finds it again, even if an earlier answer is still on its way."""
+        """Drop the value, because it has just changed: the next caller queries again, even if an earlier query is still in progress."""
         self._forgotten += 1
 
     def _answer(self) -> T | GroupwiseError:

@@ -1,7 +1,7 @@
-"""Evaluations: those that a run has recorded itself, those that `groupwise eval` has left in the run's results, and those of other policies
-(a model that was not trained here, say), which it leaves beside the runs.
+"""Evaluations: those recorded by a run itself, those that `groupwise eval` wrote to the run's results, and those of other policies
+(such as a model that was not trained here), which it writes to a folder next to the runs.
 
-Result files hold every answer and are large; what they say as a whole is read once and kept for as long as the file stays as it is.
+Result files hold every answer and are large; their summary is computed once and cached until the file changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from groupwise.training.review.compare import EVAL_LOSS, LOSS, Side, side_of_fil
 
 PASS = re.compile(r"pass@(\d+)")
 MOST_FILES = 500
-"""Limit on a run's result files that are read, the newest first."""
+"""Most result files of a run that are read, the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +37,32 @@ class Evaluated:
     """The results of one evaluation."""
 
     step: int | None
-    """The number of steps that the run had taken; None if that is not known."""
+    """The number of steps that the run had taken; None if unknown."""
     name: str
     policy: str
     metrics: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
-    """95 % intervals of those metrics that have one."""
+    """95 % intervals of the metrics that have one."""
     reference: str
-    """Name for comparing, after the run's name: `@STEP:NAME`, `:FILE.json`; empty if it is metrics alone."""
+    """Name for comparing, after the run's name: `@STEP:NAME`, `:FILE.json`; empty if there are only metrics."""
     answers: bool
-    """True if there are answers to read, and not only losses on given ones."""
+    """True if there are answers to read, not only losses on given answers."""
     file: str | None
-    """Name of its file of results; None: it stands in the run's record."""
+    """Name of its result file; None if it is in the run's record."""
     at: float
-    """When the file was written, in seconds since 1970; 0: not known."""
+    """Time at which the file was written, in seconds since 1970; 0 if unknown."""
 
 
 def by_k(names: Iterable[str], before: str = "") -> dict[int, str]:
-    """The names of pass@k, the smallest k first; `before` is how they begin."""
+    """The names of pass@k, the smallest k first; `before` is their prefix."""
     found = ((PASS.fullmatch(name.removeprefix(before)), name) for name in names)
     return dict(sorted((int(k[1]), name) for k, name in found if k and name.startswith(before)))
 
 
 def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
-    """Evaluations by steps, those of files after those of the record. The newest `intervals` of these get intervals, which take time."""
+    """Evaluations by steps, those of files after those of the record. Only the newest `intervals` of them get intervals, because
+    these are slow to compute.
+    """
     recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
     begin = len(recorded) - intervals
     found: list[Evaluated] = []
@@ -88,7 +90,7 @@ def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evalu
 
 
 def evaluations_beside(runs: Path) -> list[Evaluated]:
-    """Evaluations beside the runs of a folder, and among them; those written last come first."""
+    """Evaluations in the folder next to the runs, and directly in the runs' folder; the newest files first."""
     found = [
         replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
         for prefix, folder in results_folders(runs).items()
@@ -103,7 +105,7 @@ def results_folders(runs: Path) -> dict[str, Path]:
 
 
 def side_beside(runs: Path, reference: str) -> Side:
-    """An evaluation beside the runs to compare, by its reference. Raises RunNotFoundError."""
+    """An evaluation outside the runs, to be compared, by its reference. Raises RunNotFoundError."""
     for prefix, folder in results_folders(runs).items():
         name = reference.removeprefix(f":{prefix}")
         names_file = reference == f":{prefix}{name}" and Path(name).name == name
@@ -113,9 +115,9 @@ def side_beside(runs: Path, reference: str) -> Side:
 
 
 def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:
-    """95 % intervals of the reward and of metrics that are shares, computed from all answers once and then kept."""
+    """95 % intervals of the reward and of metrics that are shares, computed from all answers once and then cached."""
     names = tuple(name for name in record.metrics if name == REWARD or is_share(name))
-    values = repr([record.metrics[name] for name in names])  # a NaN is never equal to itself
+    values = repr([record.metrics[name] for name in names])  # repr, because NaN never equals itself
     key = (str(store.path), record.step, record.name, record.policy, names, values)
     if not names:
         return {}
@@ -144,11 +146,11 @@ _KEPT_LOCK = threading.Lock()
 
 
 def _in_files(folder: Path) -> list[Evaluated]:
-    """Oldest first; files that hold something else are passed over."""
+    """Evaluations in result files, oldest first; files with other content are skipped."""
     stamped: list[tuple[int, int, Path]] = []
     for path in folder.glob("*.json"):
         with suppress(OSError, UnicodeEncodeError):
-            path.name.encode()  # a name that is no text has no address
+            path.name.encode()  # a name that is not valid text has no address
             facts = path.stat()
             stamped.append((facts.st_mtime_ns, facts.st_size, path))
     found = [
@@ -162,7 +164,7 @@ def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
     path = Path(file)
     try:
         content, whole = read_result(path), True
-    except UsageError:  # of a suite, say, which has no answers
+    except UsageError:  # a suite, for example, has no answers
         content, whole = dict[str, Any](), False
         with suppress(OSError, ValueError, RecursionError):
             loaded = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The dashboard's view of a fleet: asks one question at a time, and answers common questions once a second for all pages."""
+"""The dashboard's view of a fleet: sends one request at a time, and makes common requests once a second for all pages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue, C
 T = TypeVar("T")
 Document = dict[str, Any]
 LOCK_TIMEOUT, TIMEOUT = 5.0, 10.0
-"""Seconds that a page waits for others that ask, and for an answer of an API."""
+"""Seconds that a page waits for other pages' requests, and for an answer of the API."""
 PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
-"""Keys whose values change each second and are no news."""
+"""Keys whose values change every second and do not count as news."""
 
 
 class FleetLike(Protocol):
@@ -55,12 +55,12 @@ class WatchedFleet:
         self._stamp = BackgroundValue(self._look, clock)
 
     def ask(self, question: Callable[[FleetLike], T]) -> T:
-        """Ask the fleet. Raises Refusal, and `FleetAway` if it does not answer."""
+        """Send a request to the fleet. Raises Refusal, and `FleetAway` if it does not answer."""
         with self._turn():
             return question(self._fleet)
 
     def change(self, who: str, question: Callable[[FleetLike], object]) -> None:
-        """Act for a user, whose name the fleet's events are to have; the next page shows the result."""
+        """Act as a user, who is recorded in the fleet's events; the next page shows the result."""
         with self._turn():
             question(self._fleet.on_behalf_of(who))
         self.forget()
@@ -77,7 +77,7 @@ class WatchedFleet:
             self._lock.release()
 
     def status(self) -> Document:
-        """How it is doing; see `FleetLike.status`."""
+        """The state of the fleet; see `FleetLike.status`."""
         return self._status.now()
 
     def machines(self) -> list[Document]:
@@ -89,11 +89,11 @@ class WatchedFleet:
         return self._newest.now()
 
     def stamp(self, moment: float = MOMENT) -> str | None:
-        """Another text once anything has changed that pages show."""
+        """A text that changes whenever pages have something new to show."""
         return self._stamp.now(moment)
 
     def end(self) -> None:
-        """Ask nothing more in the background: whatever is asked may be closed then."""
+        """Stop background requests, so the client can be closed."""
         self._stamp.end()
 
     def _look(self) -> str:
@@ -107,13 +107,13 @@ class WatchedFleet:
         return CachedCall(lambda: self.ask(question), "The fleet", self._clock)
 
     def forget(self) -> None:
-        """Something was changed here: the next page shows it."""
+        """Drop cached values after a change made here, so the next page shows it."""
         for each in (self._status, self._machines, self._newest, self._stamp):
             each.forget()
 
 
 def lasting(value: Any) -> Any:
-    """The value without keys that change each second."""
+    """The value without keys that change every second."""
     if isinstance(value, dict):
         return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """The list of all runs, kept in memory: a run's entry is read once, and again only when its files have changed.
 
-This way a thousand runs are checked within milliseconds. The first look reads them all, in the background: a page that cannot wait shows
-what is known, and how much is still to be read.
+So a thousand runs are checked within milliseconds. The first access reads them all in the background: meanwhile a page shows the
+runs that are known, and how many are still to be read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from groupwise.runs.folder import RECORD, RESULTS, shown_state
 from groupwise.runs.store import Store
 
 Stamp = tuple[tuple[int, ...], ...]
-"""Identity, times of writing and change, and size of a record's files."""
+"""Identity, modification and change times, and size of a record's files."""
 SPARK = 48
-"""Columns of a small picture of a curve."""
+"""Columns of a sparkline."""
 FIRST_READ_TIMEOUT = 0.1
 """Seconds that a page waits for runs that have not been read yet."""
 AGAIN = 10.0
-"""Seconds after which one that could not be read is tried again: what was in the way may have passed."""
+"""Seconds after which a run that could not be read is tried again: the cause may be gone."""
 FILES = (RECORD, f"{RECORD}-wal")
 
 
@@ -38,16 +38,16 @@ class Listed:
 
     info: RunInfo
     metric: str | None
-    """Metric of the small picture: the reward, or the loss if there is none."""
+    """Metric of the sparkline: the reward, or the loss if there is no reward."""
     curve: tuple[float, ...]
     written: float
-    """When its record was written to last; seconds since 1970."""
+    """Time at which the record was last written; seconds since 1970."""
     read: float = 0.0
-    """When this was found; seconds of the index's clock."""
+    """Time at which this entry was read; seconds of the index's clock."""
 
     @property
     def ends(self) -> tuple[float | None, float | None]:
-        """The mean of the first and of the last few values of that metric."""
+        """The means of the first few and of the last few values of that metric."""
         if self.metric == "loss":
             return self.info.loss_first, self.info.loss_last
         return self.info.reward_first, self.info.reward_last
@@ -73,7 +73,7 @@ class RunsIndex:
         self._reader: threading.Thread | None = None
 
     def known(self, patience: float = FIRST_READ_TIMEOUT) -> Known:
-        """All runs; those that could not be read within `patience` seconds are only counted."""
+        """All runs; runs that could not be read within `patience` seconds are only counted."""
         stamps = {path: stamp_of(path) for path in run_folders(self.folder)}
         with self._lock:
             stale = [path for path in stamps if self._is_stale(path, stamps[path])]
@@ -95,7 +95,9 @@ class RunsIndex:
         return Known(runs, len(stamps) - len(found))
 
     def stamp(self, moment: float = MOMENT) -> Any:
-        """A value that differs once the list has changed, or a new result exists in a run or beside them. Found once a second for all."""
+        """A value that changes when the list changes, or a new result is in a run or next to the runs. Computed once a second for
+        all pages.
+        """
         return self._stamp.now(moment)
 
     def _states(self) -> Any:
@@ -127,7 +129,7 @@ class RunsIndex:
             self._take_in(path, stamp_of(path))
 
     def _take_in(self, path: Path, stamp: Stamp) -> Listed:
-        """Read it; `stamp` was taken before, so that what is written meanwhile is read again."""
+        """Read a run's entry. `stamp` was taken before, so anything written meanwhile causes another read."""
         listed = replace(read(path, stamp), read=self._clock())
         with self._lock:
             self._known[path.name] = (stamp, listed)
@@ -135,7 +137,7 @@ class RunsIndex:
 
 
 def changed(folder: Path) -> int:
-    """When a file came into it: they come whole."""
+    """Time of the last new file in a folder, from the folder's own mtime: files are moved into it complete."""
     with suppress(OSError):
         return os.stat(folder).st_mtime_ns
     return 0
@@ -147,7 +149,7 @@ def stamp_of(path: Path) -> Stamp:
     for name in FILES:
         with suppress(OSError):
             facts = os.stat(path / name)
-            if facts.st_size:  # a reader leaves an empty one behind
+            if facts.st_size:  # a reader leaves an empty file
                 found.append((facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size, facts.st_ino))
     return tuple(found)
 
@@ -162,13 +164,13 @@ def read(path: Path, stamp: Stamp) -> Listed:
             info, found = run_info_and(path, _spark)
             metric, curve = found or (None, ())
             return Listed(info, metric, curve, modified)
-    except Exception as error:  # noqa: BLE001 — whatever one folder holds, the others are listed
+    except Exception as error:  # noqa: BLE001 — an unreadable folder must not hide the others
         why = f"{type(error).__name__}: {error}"
     return Listed(RunInfo(name, path, state=None, broken=why), None, (), modified)
 
 
 def _spark(store: Store) -> tuple[str | None, tuple[float, ...]]:
-    """The metric of the small picture, and its curve: the reward, or the loss if there is none."""
+    """The metric of the sparkline and its curve: the reward, or the loss if there is no reward."""
     for name in ("reward", "loss"):
         points = store.thinned_curve(name, SPARK)
         if points:
@@ -177,7 +179,9 @@ def _spark(store: Store) -> tuple[str | None, tuple[float, ...]]:
 
 
 def _as_now(listed: Listed) -> Listed:
-    """A process that ended leaves no trace in the record: whether one works on a run is asked each time."""
+    """The entry with its current state: a process that ended leaves no trace in the record, so whether one is alive is checked each
+    time.
+    """
     if listed.info.state not in ("running", "crashed"):
         return listed
     state = shown_state(listed.info.path, "running")

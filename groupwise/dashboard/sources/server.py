@@ -1,4 +1,4 @@
-"""The dashboard's view of a training server: asks once a second for all pages."""
+"""The dashboard's view of a training server: makes one request a second for all pages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from groupwise.core.errors import GroupwiseError
 from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue, CachedCall
 
 CLOCKS_RUN = 10.0
-"""Seconds after which a page is brought up to date although nothing has happened: leases and silences grow shorter and longer."""
+"""Seconds after which a page is refreshed without news: the shown ages of leases and silences change."""
 RETRY_TIMEOUT, TIMEOUT = 3.0, 10.0
-"""Seconds for which a server elsewhere is asked again, and within which it has to say something."""
+"""Seconds for which requests to a remote server are retried, and within which it must respond."""
 PASSING = {
     "at": True,
     "clients": True,
@@ -23,7 +23,7 @@ PASSING = {
     "waiting": {"__all__": {"seconds"}},
     "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
 }
-"""Fields that change each second, or with each request, and are no news."""
+"""Fields that change every second, or with each request, and do not count as news."""
 
 
 class ServerLike(Protocol):
@@ -46,11 +46,11 @@ class WatchedServer:
         return self._said.now()
 
     def stamp(self, moment: float = MOMENT) -> str | None:
-        """Another text once anything has changed that the page shows."""
+        """A text that changes whenever the page has something new to show."""
         return self._stamp.now(moment)
 
     def end(self) -> None:
-        """Ask nothing more in the background: whatever is asked may be closed then."""
+        """Stop background requests, so the client can be closed."""
         self._stamp.end()
 
     def _look(self) -> str:

@@ -44,7 +44,7 @@ INSTRUCTION = (
 )
 
 _AT_THE_END = re.compile(r"\(((?:[\s,'’-]*[0-9]{1,2})(?:[\s,'’-]+[0-9]{1,2})*[\s,'’-]*)\)\s*$")
-"""An enumeration in brackets behind a clue; no word has a hundred letters, so `(1984)` is none."""
+"""An enumeration in brackets after a clue. Numbers have at most two digits, so `(1984)` does not match."""
 
 
 class TaskConfig(Strict):
@@ -88,24 +88,24 @@ def get_rl_dataset(config: Any) -> Rows:
 
 
 def get_eval_dataset(config: Any) -> Rows:
-    """The held-out rows. They come first from the seed, so they do not depend on the other sizes."""
+    """The held-out rows. They are drawn first, so they do not depend on the sizes of the other splits."""
     return _split(_own(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
-    """The training rows with a completion that says how many letters the answer has, and gives it."""
+    """The training rows with a completion that states the number of letters of the answer, then the answer."""
     return _sft_rows(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
-    """The validation rows, likewise."""
+    """The validation rows, with completions in the same form."""
     return _sft_rows(_split(_own(config), "validation"))
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
     """`pure_accuracy`, which knows the number of letters from the column `enumeration`.
 
-    Where answers are shown to choose from, nothing is paid for mentioning the right one.
+    If the prompt lists answers to choose from, merely mentioning the right one earns nothing.
     """
     unpaid = {} if _own(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
     return rewards_named([{"name": "pure_accuracy", **unpaid}], config)
@@ -118,7 +118,7 @@ def compute_metrics(
     config: Any,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Shares of answers that are right, as the reward sees it, that have the right number of letters, and that are there at all."""
+    """Shares of answers that are correct (as judged by the reward), that have the right number of letters, and that are present at all."""
     answers = [letters(THINK.last_answer(completion_text(each)) or "") for each in completions]
     golds = [letters(row["answer"]) for row in dataset_rows]
     pairs = list(zip(answers, golds, strict=True))
@@ -146,7 +146,7 @@ def _own(config: Any) -> TaskConfig:
 
 
 def _split(own: TaskConfig, split_name: str) -> Rows:
-    """The rows of one split. Rows with the same answer stay together, and a clue that an earlier split has is left out."""
+    """The rows of one split. Rows with the same answer stay together, and a clue that is in an earlier split is left out."""
     for ours in own.columns:
         if ours not in COLUMNS:
             raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
@@ -188,7 +188,7 @@ def _split(own: TaskConfig, split_name: str) -> Rows:
 def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
     """The rows; if `task.choices` is set, each prompt also lists answers of the same split, one of which is right.
 
-    The wrong ones are about as long as the right one, so that counting letters finds nothing.
+    The wrong ones are about as long as the right one, so counting letters does not reveal the answer.
     """
     if own.choices is None:
         return rows
@@ -263,10 +263,10 @@ def _text(given: Mapping[str, Any], column: str) -> str:
 
 
 def _cell_text(value: Any) -> str:
-    """A column's enumeration as it is shown: text, a number or a list of numbers; empty where it says nothing."""
+    """A column's enumeration as text, from text, a number or a list of numbers; empty if the cell is empty."""
     if isinstance(value, list | tuple):
         return ",".join(_cell_text(each) for each in cast("Sequence[Any]", value))
-    if isinstance(value, float):  # what tables make of a column with gaps
+    if isinstance(value, float):  # tables turn an integer column with gaps into floats
         return str(int(value)) if value.is_integer() else ""
     return "" if value is None else str(value).strip().strip("()[]").strip()
 

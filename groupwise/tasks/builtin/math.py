@@ -51,11 +51,11 @@ from groupwise.tasks.rewards.mathematics import MathAnswer, PureAccuracyMath, in
 
 LEVELS = 5
 GENERATED = 2000
-"""Training problems, where the config does not say how many are generated."""
+"""Number of generated training problems if the config does not set one."""
 MAX_DUPLICATES_IN_A_ROW = 1000
-"""Generated problems in a row that were there already, after which no more are looked for."""
+"""Number of consecutive duplicates after which the generator gives up."""
 LONGEST_WORDS = 40
-"""Characters of an answer in words that stands by itself; a longer text is a solution, in which the answer has to be marked."""
+"""Longest answer in words, in characters; in a longer text (a solution) the answer must be marked."""
 LONGEST_ANSWER = 200
 """The same for numbers and expressions, which have no words."""
 
@@ -65,8 +65,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "answer": ("answer", "solution"),
     "solution": ("solution", "answer"),
 }
-"""Accepted column names of a source, unless `columns` names one; the first that is there counts. A solution may hold the
-answer, and an answer the solution."""
+"""Accepted column names of a source, unless `columns` names one; the first that exists is used. A solution may contain the answer,
+and an answer the solution.
+"""
 
 
 class TaskConfig(Strict):
@@ -129,7 +130,7 @@ def get_config_schema() -> type[BaseModel]:
 
 
 def get_rl_dataset(config: Any) -> Rows:
-    """The training rows, with the columns `answer` and `gold_completion`, and `level` where they are generated."""
+    """The training rows, with the columns `answer` and `gold_completion`, and for generated ones `level`."""
     return _splits(_own(config)).train
 
 
@@ -144,12 +145,12 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
-    """The validation rows, likewise."""
+    """The validation rows with worked solutions."""
     return _sft_rows(_splits(_own(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
-    """Being right, and the layout."""
+    """Correctness and the layout, with their weights."""
     own = _own(config)
     layout = SoftFormat(reasoning_tag=THINK.reasoning, answer_tag=THINK.answer, right=1.0)
     return [(_accuracy(own), 1.0), (layout, own.format_weight)]
@@ -193,13 +194,13 @@ def _accuracy(own: TaskConfig) -> MathAnswer | PureAccuracyMath:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question with its answer, and how one gets there."""
+    """A question with its answer and the worked solution."""
 
     question: str
     answer: str
     worked: str
     key: str
-    """Equal for problems that are the same."""
+    """Equal for problems that are the same, e.g. with their summands swapped."""
     level: int | None = None
 
     @property
@@ -219,7 +220,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The rows of each split, no two of the same problem; each split has an account of rows left out of its source."""
+    """The rows of each split. No problem occurs twice; each split reports which rows of the source were left out."""
 
     test: Rows
     validation: Rows
@@ -247,7 +248,9 @@ def _splits(own: TaskConfig) -> Splits:
 def _split_problems(
     problems: Sequence[Problem], own: TaskConfig, left_out: Counter[str], test: int | None = None
 ) -> Splits:
-    """First those of the test, so that they do not depend on how many are trained. Raises TaskError where none are left for that."""
+    """Splits the problems. The test takes the first ones, so it does not depend on the number of training rows. Raises TaskError if
+    none are left to train on.
+    """
     first = own.eval_size if test is None else test
     second = first + own.validation_size
     if len(problems) <= second:
@@ -296,7 +299,7 @@ def problems_of(
 
 
 def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
-    """The column that holds questions or answers."""
+    """The name of the column that holds questions or answers."""
     there = dict.fromkeys(name for row in rows for name in row)
     found = [name for name in COLUMNS[kind] if name in there]
     if not found:
@@ -308,7 +311,7 @@ def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
 
 
 def _text(cell: Any) -> str:
-    is_value = isinstance(cell, str | int | float) and cell == cell  # NaN, in tables, is a gap
+    is_value = isinstance(cell, str | int | float) and cell == cell  # NaN is a gap in a table
     return str(cell).strip() if is_value else ""
 
 
@@ -327,7 +330,7 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
     key = question_key(question)
-    # The worked solution as a model may think it, without tags and calculator annotations.
+    # The worked solution as a model may write it in its reasoning, without tags and calculator annotations.
     divided = at_mark(solution)
     answer_text = solution if divided is None else divided[0]
     text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", answer_text).strip()
@@ -336,7 +339,7 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
 
 
 def final_answer(solution: str) -> str | None:
-    """The answer that a text gives: where it is marked, or the text, if it is a short one; None for other texts."""
+    """The answer that a text gives: the marked part, or the whole text if it is short; None otherwise."""
     marked = marked_answer(solution, THINK.answer, boxes=True)
     if marked is not None:
         return marked or None
@@ -367,7 +370,7 @@ def generate(own: TaskConfig, count: int) -> list[Problem]:
     return list(_distinct(own.min_level, own.max_level, own.seed, count))
 
 
-@lru_cache(maxsize=1)  # each hook takes its part of the same ones
+@lru_cache(maxsize=1)  # each hook takes its part of the same problems
 def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
     """The first `count` different problems. Raises TaskError if there seem to be fewer."""
     stream = Stream("math", seed)
@@ -388,7 +391,7 @@ def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Pr
 
 
 def _sum(stream: Stream, least: int, most: int) -> Operation:
-    """A sum or difference that is not below 0."""
+    """A sum or difference with a non-negative result."""
     one, other = _number(stream, least, most), _number(stream, least, most)
     if stream.below(2):
         return Operation("+", one, other)
@@ -475,7 +478,7 @@ def _term_text(term: Term) -> str:
 
 
 def _key(term: Term) -> str:
-    """The same for the other order of summands or factors."""
+    """Text that is the same if summands or factors are swapped."""
     if isinstance(term, Fraction):
         return str(term)
     both = [_key(term.left), _key(term.right)]
@@ -485,7 +488,7 @@ def _key(term: Term) -> str:
 
 
 def _steps(term: Term) -> Iterator[str]:
-    """One line for each operation, in the order in which they are done."""
+    """One line for each operation, in the order of evaluation."""
     if isinstance(term, Fraction):
         return
     yield from _steps(term.left)

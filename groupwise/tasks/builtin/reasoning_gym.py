@@ -49,7 +49,7 @@ from groupwise.tasks.builtin.reasoning_gym_problems import RIGHT, SPLITS, datase
 from groupwise.tasks.rewards.extracted import LogExtra, record_answers
 
 KEPT_ABOVE = 5.0
-"""Seconds of making problems above which they are kept in the cache."""
+"""Seconds: problems that took longer to make are cached."""
 SYSTEM_PROMPT = "Solve the problem. Think as long as you need, then write the answer, and nothing else, between <answer> and </answer>."
 
 
@@ -90,27 +90,27 @@ def get_config_schema() -> type[BaseModel]:
 
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
-    """The training rows, with the columns `answer` (None where the package gives none), `dataset` and `entry`."""
+    """The training rows, with the columns `answer` (None if the package has none), `dataset` and `entry`."""
     return _rows(_own(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
-    """The test rows. They depend on neither the number of validation rows nor that of training rows."""
+    """The test rows. They do not depend on the number of validation or training rows."""
     return _rows(_own(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The training rows, each with its answer as a completion, without the way there."""
+    """The training rows, each with its answer as the completion, without reasoning."""
     return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation rows, likewise."""
+    """The validation rows, with completions in the same form."""
     return [_sft_row(row) for row in _rows(_own(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[Callable[..., list[float]]]:
-    """The graders of the package; each row says which one is its own."""
+    """The graders of the package; each row names its own."""
     return [score]
 
 
@@ -148,7 +148,7 @@ def score(
     log_extra: LogExtra | None = None,
     **_: Any,
 ) -> list[float]:
-    """Scores by each row's own grader. The answer is the text in the last answer tags, or else all text behind the reasoning."""
+    """Scores by each row's own grader. The answer is the text in the last answer tags, or else all text after the reasoning."""
     answers = [answer_in(completion_text(completion)) for completion in completions]
     record_answers(log_extra, answers)
     rows = zip(answers, dataset, entry, strict=True)
@@ -156,13 +156,13 @@ def score(
 
 
 def answer_in(text: str) -> str:
-    """The content of the last answer tags; without any, all that stands behind the reasoning."""
+    """The content of the last answer tags; without tags, everything after the reasoning."""
     tagged = THINK.last_answer(text)
     return after_reasoning(text).strip() if tagged is None else tagged
 
 
 def grade_answer(answer: str, spec: Mapping[str, Any], entry: str) -> float:
-    """The grader's score. Raises ValueError where it could not grade even the entry's own answer."""
+    """The grader's score. Raises ValueError if it cannot grade even the entry's own answer."""
     grade, read = _grader(json.dumps(spec, sort_keys=True)), entry_of_text(entry)
     name = str(spec["name"])
     if name in JUDGED_HERE:
@@ -173,7 +173,7 @@ def grade_answer(answer: str, spec: Mapping[str, Any], entry: str) -> float:
         if name in SIMPLIFIED and not agrees_at_a_point(answer, read["metadata"]):
             return 0.0
         value = float(grade(answer, read))
-    except Exception:  # noqa: BLE001 — graders stumble over answers in many ways
+    except Exception:  # noqa: BLE001 — graders fail on answers in many ways
         _check_entry(grade, entry)
         return 0.0
     return value if math.isfinite(value) else 0.0
@@ -202,7 +202,7 @@ def _own(config: Any) -> TaskConfig:
 
 
 def _rows(own: TaskConfig, split: str) -> list[dict[str, Any]]:
-    """The rows of a split. Those made before it are made with it, because it may repeat none of them."""
+    """The rows of a split. Earlier splits are made with it, because it must not repeat any of their rows."""
     known = _cached_splits(own.model_dump_json())
     if split not in known:
         sizes = {"test": own.eval_size, "validation": own.validation_size, "train": own.train_size}
@@ -243,7 +243,7 @@ def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
-    """The splits that a request asks for; what took long is kept in the cache."""
+    """The splits for a request; those that took longer than KEPT_ABOVE to make are cached."""
     cached = cache_file(request)
     if cached.is_file():
         return json.loads(cached.read_text(encoding="utf-8"))
@@ -266,7 +266,7 @@ def cache_file(request: str) -> Path:
 
 
 def _make(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
-    """Ask a process of its own for the problems. Raises TaskError where there are none."""
+    """Get the problems from a separate process. Raises TaskError if it returns none."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "groupwise.tasks.builtin.reasoning_gym_problems"],

@@ -1,7 +1,7 @@
-"""Decides which answers the graders of reasoning-gym may see: some evaluate what a model wrote, as Python or through sympy.
+"""Decides which answers are passed to the graders of reasoning-gym: some graders evaluate model output as Python or through sympy.
 
-Such a grader gets an answer only if it is plain data, or a formula that comes to no large numbers; one that simplifies formulas gets
-those that agree with the problem at one point, because there is no telling how long it takes to find out that others do not.
+Such a grader gets an answer only if it is plain data, or a formula without large intermediate numbers. A grader that simplifies
+formulas gets only answers that agree with the problem at one point, because simplifying a wrong one may take unboundedly long.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 from groupwise.tasks.rewards.formulas import is_small_formula
 
 READ_AS_DATA = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Datasets whose graders evaluate the answer as Python, in the hope of a list."""
+"""Datasets whose graders evaluate the answer as Python and expect a list."""
 READ_AS_NUMBER = frozenset({"countdown", "puzzle24"})
-"""Datasets whose graders evaluate the answer as arithmetic, through sympy and so as Python too."""
+"""Datasets whose graders evaluate the answer as arithmetic through sympy, and therefore as Python too."""
 SIMPLIFIED = frozenset({"intermediate_integration", "simple_integration"})
-"""Datasets whose graders read it as a formula, likewise, and simplify it, which may take for ever unless it is right."""
+"""Datasets whose graders also parse the answer as a formula and simplify it, which may not terminate unless it is correct."""
 READ_AS_FORMULA = SIMPLIFIED | {"polynomial_multiplication"}
-"""All whose graders read it as a formula."""
+"""All datasets whose graders parse the answer as a formula."""
 _CHANCE = re.compile(r"(\d{1,20}(\.\d{1,20})?|\.\d{1,20})([eE][-+]?\d\d?)?(/\d{1,20})?")
 CHANCE_TOLERANCE = 1e-4
-"""Largest difference of equal probabilities, as in the package; at most a hundredth of the right one, so that 0 never matches it."""
+"""Largest difference between equal probabilities, as in the package; also at most 1 % of the correct one, so 0 never matches it."""
 RELATIVE_TOLERANCE = 1e-3
-"""Largest relative difference of two values that are one number, rounded."""
+"""Largest relative difference between two values that count as the same number, rounded."""
 POINT = 1.37
-"""Point at which a formula is compared before it is simplified: no special place of any function."""
+"""The x at which a formula is compared before it is simplified: not a special point of any function."""
 MOST_LOGIC = 300
-"""Characters of a formula of logic, which its grader parses in quadratic time; right ones have some dozens."""
+"""Most characters of a logic formula, because its grader parses in quadratic time; correct ones have a few dozen."""
 FUNCTIONS = frozenset(
     "sin cos tan sec csc cot sinh cosh tanh asin acos atan asinh acosh atanh exp log ln sqrt".split()
 )
-"""Functions that a formula may call. Not Abs: sympy takes powers in it apart, which may never end."""
+"""Functions that a formula may call. Abs is excluded: sympy expands powers in it, which may not terminate."""
 
 
 def is_harmless(answer: str, name: str) -> bool:
-    """True if the dataset's grader, should it evaluate the answer as Python, finds nothing but data or a small formula in it."""
+    """True if the answer, evaluated as Python by the dataset's grader, contains only data or a small formula."""
     if name in READ_AS_DATA:
         return re.fullmatch(r"[\w\s.,-]*", answer) is not None or _is_literal(answer)
     if name in READ_AS_NUMBER:
@@ -49,7 +49,7 @@ def is_harmless(answer: str, name: str) -> bool:
         return is_small_formula(answer, FUNCTIONS)
     if name == "propositional_logic" and len(answer) > MOST_LOGIC:
         return False
-    # To the grader of complex numbers nan, even with spaces in it, is as near to the answer as can be.
+    # The grader of complex numbers gives nan the highest score, even with spaces in it.
     return name != "complex_arithmetic" or "n" not in answer.lower()
 
 
@@ -59,7 +59,7 @@ def is_same_word(answer: str, right: str) -> bool:
 
 
 def is_same_chance(answer: str, right: str) -> bool:
-    """True if both are the same probability; the answer is a decimal number or a fraction, which takes no time to work out."""
+    """True if both are the same probability; the answer is a decimal number or a fraction, which is fast to evaluate."""
     given = answer.strip().replace(",", "")
     if not _CHANCE.fullmatch(given):
         return False
@@ -74,12 +74,14 @@ JUDGED_HERE: Mapping[str, Callable[[str, str], bool]] = {
     "coin_flip": is_same_chance,
     "game_of_life_halting": is_same_word,
 }
-"""Datasets whose graders give the most for wrong answers: for "0" as for the first digit of the right one, and for any text."""
+"""Datasets that are graded here, because their own graders give full marks to wrong answers: to "0" like the first digit of the
+right one, or to any text.
+"""
 
 
 def agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:
     """True if the answer's derivative has the integrand's value at one point. Raises sympy's errors if it cannot tell."""
-    sympy = importlib.import_module("sympy")  # comes with reasoning-gym, and takes half a second
+    sympy = importlib.import_module("sympy")  # part of reasoning-gym; takes half a second
     variable = sympy.Symbol(metadata["variable"])
     letters = {variable.name: variable, "C": sympy.Symbol("C")}
     slope = sympy.diff(sympy.parse_expr(answer, letters), variable)

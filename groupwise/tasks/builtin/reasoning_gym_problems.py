@@ -1,16 +1,17 @@
-"""Makes problems of the package reasoning-gym, in a process of its own; they are graded wherever rewards are computed.
+"""Makes problems of the package reasoning-gym in a separate process. Grading runs in the process that computes rewards.
 
-`python -m groupwise.tasks.builtin.reasoning_gym_problems` reads a request from standard input and answers it on standard output, both JSON:
+`python -m groupwise.tasks.builtin.reasoning_gym_problems` reads a request from standard input and answers it on standard output,
+both JSON:
 
     {"seed": 0, "sizes": {"test": 2}, "datasets": [{"name": "chain_sum", "level": null, "parameters": {}, "weight": 1.0}]}
     {"rows": {"test": [{"source": 0, "question": "State …", "answer": "19", "entry": "{'question': …}"}, …]}}
     {"problem": "why there are none"}
 
-A process of its own, because some generators walk through sets of text, whose order changes with each process unless its hash seed is
-fixed, some draw from Python's global generator or print, and a slow one can be ended.
+The process is separate for three reasons: some generators iterate over sets of strings, whose order differs between processes
+unless the hash seed is fixed; some use Python's global random generator or print; and a slow one can be killed.
 
-An entry travels as a Python literal: graders need its tuples and its keys that are numbers, which JSON would change. It is never made
-again from a seed: that would bind a reward to the process that computes it.
+An entry is sent as a Python literal: graders need its tuples and numeric keys, which JSON would change. It is never regenerated
+from a seed, because then a reward would depend on the process that computes it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from groupwise.tasks.builtin.reasoning_gym_answers import is_harmless
 from groupwise.tasks.data.order import Stream
 
 SPLITS = ("test", "validation", "train")
-"""Splits in the order in which they are made, so that the earlier ones do not depend on the sizes of the later."""
+"""Splits in the order in which they are made: earlier ones do not depend on the sizes of later ones."""
 BLOCK = 100
-"""Problems of one dataset object. An index counts as a seed, so a split takes its seeds in a row, a block at a time."""
+"""Problems per dataset object. An index counts as a seed, so a split uses consecutive seeds, one block at a time."""
 SEEDS_PER_SPLIT = 10**9
-"""Seeds may reach 2**32; each split has this many for itself."""
+"""Seeds may reach 2**32; each split has a range of this many."""
 RIGHT = 1.0 - 1e-6
 """Lowest score at which an answer counts as right."""
 WRITTEN_ANSWERS = {
@@ -42,14 +43,14 @@ WRITTEN_ANSWERS = {
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
 }
-"""Datasets whose entries have no answer, and where in their metadata a right one stands."""
+"""Datasets whose entries have no answer, with the metadata key that holds a correct one."""
 
 Spec = Mapping[str, Any]
 """A dataset: `name`, `level` or None, `parameters`."""
 
 
 def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
-    """The package's dataset object. Raises ValueError for a name, level or parameter that there is not."""
+    """The package's dataset object. Raises ValueError for an unknown name, level or parameter."""
     factory = _package()
     name, level = str(spec["name"]), spec["level"]
     if name == "composite":
@@ -81,7 +82,7 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
 
 
 def entry_as_text(entry: Mapping[str, Any]) -> str:
-    """An entry as a Python literal. Raises ValueError for one that holds anything but plain values."""
+    """An entry as a Python literal. Raises ValueError if it holds anything but plain values."""
     text = repr(_without_numpy(entry))
     try:
         ast.literal_eval(text)
@@ -104,7 +105,7 @@ def entry_of_text(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request on standard input. What generators print goes to standard error."""
+    """Answer the request on standard input. Output that generators print is sent to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     request = json.load(sys.stdin)
@@ -120,7 +121,7 @@ def main() -> None:
 
 
 def _rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each split, in a random order where they come from several datasets."""
+    """The rows of each split, in a random order if they come from several datasets."""
     seen: set[str] = set()
     seed, datasets, sizes = request["seed"], request["datasets"], request["sizes"]
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -138,7 +139,7 @@ def _rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """How many of `total` each weight gets: rounded down, what is left to the largest remainders."""
+    """How many of `total` each weight gets: rounded down, and the remainder goes to the largest fractions."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
@@ -180,9 +181,9 @@ def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> l
 
 
 def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
-    """The entries of a block, each with `gold`, a right answer as text or None.
+    """The entries of a block, each with `gold`: a correct answer as text, or None.
 
-    In the place of an entry that could not be made, or whose own answer is wrong, stands the reason.
+    An entry that could not be made, or whose own answer is wrong, is replaced by the exception that explains why.
     """
     import numpy
 
@@ -193,12 +194,12 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
         try:
             entry = dataset[index]
             if entry["answer"] is not None:
-                # A right answer that a grader may not see, such as an unsolved integral, is none either.
+                # A correct answer that the grader may not see, such as an unsolved integral, also counts as None.
                 gold = str(entry["answer"])
                 shows_gold = is_harmless(gold, name)
                 if not shows_gold or dataset.score_answer(entry["answer"], entry) < RIGHT:
                     raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
-            else:  # a right one may stand in the metadata
+            else:  # the metadata may have a correct one
                 written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
                 gold = (
                     written if written is None or isinstance(written, str) else json.dumps(written)
@@ -221,7 +222,7 @@ def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_numpy(value: Any) -> Any:
-    """The value without the types of numpy, which print as calls."""
+    """The value with numpy types replaced by plain ones, because numpy types print as calls."""
     if isinstance(value, dict):
         return {
             _without_numpy(key): _without_numpy(each)
@@ -239,9 +240,9 @@ def _without_numpy(value: Any) -> Any:
 
 
 def _package() -> Any:
-    """Its module of datasets and curricula by name. Raises ValueError where it is not installed."""
+    """The package's module of datasets and curricula by name. Raises ValueError if it is not installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a package that it needs is compiled with complaints
+        warnings.simplefilter("ignore")  # a dependency warns when it is compiled
         try:
             from reasoning_gym import factory  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as missing:
@@ -253,7 +254,7 @@ def _package() -> Any:
 
 
 def _of_level(factory: Any, name: str, level: int, given: Mapping[str, Any]) -> Any:
-    """The configuration that the dataset's curriculum has for a level; parameters given replace what it says."""
+    """The configuration of the dataset's curriculum for a level; `given` parameters override it."""
     if name not in factory.CURRICULA:
         raise ValueError("it has no levels; give parameters instead")
     curriculum = factory.create_curriculum(name)

@@ -49,10 +49,10 @@ COLUMNS = {
     ),
     "score": ("score",),
 }  # fmt: skip
-"""Accepted names of each of our columns; the first that is there is taken."""
+"""Accepted names of each of our columns; the first that exists is used."""
 OPTIONAL = ("score",)
 CRITERION = ("description", "criterion", "content", "requirement", "text", "title")
-"""Keys of a criterion's text, in rubrics that are lists of records; the first that is there is taken."""
+"""Keys of a criterion's text, in rubrics that are lists of records; the first that exists is used."""
 OVERLAP = "rubric_overlap"
 INSTRUCTION = "Answer the question in one or two sentences."
 WARNING = (
@@ -93,7 +93,7 @@ class TaskConfig(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The rows of a source, divided; each says what was left out of the source."""
+    """The rows of a source, divided; each split reports which rows of the source were left out."""
 
     test: Rows
     validation: Rows
@@ -106,7 +106,7 @@ def get_config_schema() -> type[BaseModel]:
 
 
 def get_rl_dataset(config: Any) -> Rows:
-    """The training rows, with the columns `question`, `rubric`, `reference` and, where the source has it, `score`."""
+    """The training rows, with the columns `question`, `rubric`, `reference` and, if the source has it, `score`."""
     own = _own(config)
     if own.rubric_in_prompt:
         warnings.warn(WARNING, UserWarning, stacklevel=2)
@@ -124,7 +124,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
-    """The validation rows, likewise."""
+    """The validation rows with the reference as completion."""
     return _sft_rows(_splits(_own(config)).validation)
 
 
@@ -140,7 +140,7 @@ def compute_metrics(
     config: Any,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Mean of `rubric_overlap`, whatever the rewards are, and mean length in words."""
+    """Mean of `rubric_overlap`, even if the config uses other rewards, and mean length in words."""
     [(overlap, _)] = rewards_named([OVERLAP], config)
     scores = overlap(
         prompts=prompts,
@@ -156,7 +156,7 @@ def compute_metrics(
 
 
 def rubric_text(value: Any) -> str:
-    """A rubric as text, a line for each criterion. Raises ValueError for what is none."""
+    """A rubric as text, a line for each criterion. Raises ValueError if it is not a rubric."""
     if isinstance(value, str):
         parsed = _parse_rubric(value)
         return value.strip() if parsed is None else rubric_text(parsed)
@@ -172,7 +172,7 @@ def rubric_text(value: Any) -> str:
 
 
 def _parse_rubric(text: str) -> list[Any] | None:
-    """A rubric that tables keep as JSON."""
+    """A rubric that a table stores as JSON text; None if it is not JSON."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -190,7 +190,7 @@ def _own(config: Any) -> TaskConfig:
 
 
 def _splits(own: TaskConfig) -> Splits:
-    """Test and validation come first, so that they do not depend on the number of training rows."""
+    """Splits the source. Test and validation come first, so they do not depend on the number of training rows."""
     found = read_source(
         own.source or str(INCLUDED),
         own.source_config,
@@ -213,7 +213,7 @@ def _splits(own: TaskConfig) -> Splits:
 def rows_of(
     found: Sequence[Mapping[str, Any]], own: TaskConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The usable rows of a source, each question once, and how many others there are, by reason."""
+    """The usable rows of a source, each question once, and counts of the other rows by reason."""
     names = _names(own, dict.fromkeys(name for row in found for name in row))
     return usable(
         found,
@@ -246,7 +246,7 @@ def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
 
 
 def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The row made of the given cells: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
+    """The row made of a source row: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
     question = _text_of(given["question"], "question", "user")
     reference = _text_of(given["reference"], "reference", "assistant")
     if given["rubric"] is None:
@@ -273,7 +273,7 @@ def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(value: Any, name: str, role: str) -> str:
-    """Text, or what the last message of a role says."""
+    """The text, or the text of the last message with this role."""
     if value is None:
         raise Unusable(f"the {name} is missing")
     if isinstance(value, str):

@@ -43,14 +43,14 @@ from groupwise.tasks.rewards.rush_hour import (
 )
 
 MOST_SOLUTIONS = 24
-"""Best solutions that a board may have: all of them stand in its row."""
+"""Most best solutions that a board may have, because all of them are stored in its row."""
 MOST_STATES = 500
-"""Ways of placing the cars of a layout; one with more is given up, because dense boards are the harder ones anyway."""
+"""Most reachable states (placements of the cars) of a layout; one with more is skipped, because dense boards are the harder ones anyway."""
 BOARDS_OF_A_LAYOUT = 4
 FREE_CELLS = range(4, 11)
-"""How many cells stay free on a board; fewer leave no move, more make easy boards with many states."""
+"""Number of free cells on a board: with fewer there is no move, with more boards are easy and have many states."""
 MAX_MISSES_IN_A_ROW = 5000
-"""Layouts in a row without a board of the wanted number of moves before the search ends."""
+"""Number of consecutive layouts without a board of the wanted number of moves after which the search ends."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 INSTRUCTION = (
@@ -59,10 +59,10 @@ INSTRUCTION = (
     "right edge in as few moves as possible. A move is car, direction and number of cells. Answer with nothing but the moves "
     "between answer tags, for example <answer>A>1,Dv2,B<1</answer>."
 )
-"""The example ends with another car than A, so it solves no board."""
+"""In the example the last car is not A, so it solves no board."""
 
 State = int
-"""Place of every car on its line: three bits for each, those of A the lowest."""
+"""Position of every car on its line, three bits each; car A has the lowest bits."""
 Graph = dict[State, list[State]]
 
 
@@ -95,7 +95,7 @@ class TaskConfig(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Car:
-    """A car without its place: its line is a row where it is horizontal, else a column."""
+    """A car without its position. Its line is a row if it is horizontal, else a column."""
 
     horizontal: bool
     line: int
@@ -104,13 +104,13 @@ class Car:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Cars, A the first of them, and walls. Cells are bits, the first cell of the first row the lowest."""
+    """Cars (A first) and walls. Cells are bits; the first cell of the first row is the lowest bit."""
 
     size: int
     cars: tuple[Car, ...]
     walls: int
     masks: tuple[tuple[int, ...], ...]
-    """The cells of each car for each place on its line."""
+    """For each car, the mask of its cells at each position on its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class Solved:
     graph: Graph
     """Each state's neighbours, one move away."""
     distance: dict[State, int]
-    """Fewest moves to a solved state; states from which none can be reached are not there."""
+    """Fewest moves to a solved state; states that cannot be solved are missing."""
     ways: dict[State, int]
-    """How many solutions have so few moves."""
+    """Number of shortest solutions of each state."""
 
 
 def get_config_schema() -> type[BaseModel]:
@@ -131,12 +131,12 @@ def get_config_schema() -> type[BaseModel]:
 
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
-    """The training examples: `board`, `size`, `moves` (the fewest) and `answer` (every solution of so few)."""
+    """The training examples: `board`, `size`, `moves` (the fewest) and `answer` (every solution with that many moves)."""
     return _split(_own(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
-    """The held-out examples. They come first from the seed, so they do not depend on the other sizes."""
+    """The held-out examples. They are drawn first, so they do not depend on the sizes of the other splits."""
     return _split(_own(config), "eval")
 
 
@@ -146,12 +146,12 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation examples, likewise."""
+    """The validation examples with a best solution as completion."""
     return [_sft_row(row) for row in _split(_own(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
-    """The reward that the config asks for; the other one has no weight and is recorded only."""
+    """The reward that the config selects; the other one has weight 0 and is only recorded."""
     trained = _own(config).reward
     functions = [
         {"name": f"rush_solution_{kind}", "weight": float(kind == trained)}
@@ -167,7 +167,7 @@ def compute_metrics(
     config: Any,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Shares of boards solved, of best solutions, and of lists of moves; superfluous moves of the solutions, where there are any."""
+    """Shares of boards solved, of best solutions, and of well-formed lists of moves; mean superfluous moves, if any board was solved."""
     answers = [moves_in(completion) for completion in completions]
     pairs = list(zip(answers, dataset_rows, strict=True))
     plays = [play(board_of(row["board"], row["size"]), moves or ()) for moves, row in pairs]
@@ -200,7 +200,7 @@ def _own(config: Any) -> TaskConfig:
 
 
 def _split(own: TaskConfig, split_name: str) -> list[dict[str, Any]]:
-    """The rows of one split. What a layout has left over goes to no other."""
+    """The rows of one split. Unused boards of a layout are not given to another split."""
     sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
     layouts = _boards_of_layouts(own)
     for split, size in sizes.items():
@@ -232,7 +232,7 @@ def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[st
 
 
 def possible_moves(board: Board) -> list[Move]:
-    """Every slide that is legal on a board, car by car, the shorter ones first."""
+    """Every legal slide on a board, car by car, shorter ones first."""
     cars = sorted(set(board.cells) - {EMPTY, WALL})
     every = (
         Move(car, direction, cells)
@@ -251,7 +251,7 @@ def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
-    """Boards with their solutions, those of a layout together, for ever. Raises TaskError once none is found any more."""
+    """Boards with their solutions, grouped by layout, without end. Raises TaskError once no more are found."""
     stream = Stream("rush_hour", own.seed, own.size, own.max_walls, own.min_moves, own.max_moves)
     seen: set[tuple[int, tuple[Car, ...]]] = set()
     found, in_vain = 0, 0
@@ -271,14 +271,14 @@ def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Move
 
 
 def _by_line(car: Car) -> tuple[bool, int]:
-    """Sorted by this the cars of one line keep the order in which they stand, as `draw_layout` gives it."""
+    """Sort key: cars of one line keep their order, as `draw_layout` returns it."""
     return car.horizontal, car.line
 
 
 def _boards(
     own: TaskConfig, stream: Stream, layout: Layout, start: State
 ) -> list[tuple[Board, tuple[Moves, ...]]]:
-    """A few boards of a layout that need as many moves as is wanted; easy and hard ones are equally likely."""
+    """A few boards of a layout with the wanted number of moves; each number of moves is equally likely."""
     solved = solve(layout, start)
     if solved is None:
         return []
@@ -299,8 +299,8 @@ def _boards(
 def _with_solutions(
     layout: Layout, solved: Solved, state: State
 ) -> tuple[Board, tuple[Moves, ...]]:
-    """The board as it is drawn, with its best solutions, each of them played on it."""
-    # The letters of the cars: A, then in the order in which they are met row by row.
+    """The board as drawn, with its best solutions, each verified by playing it."""
+    # The letters of the cars: A, then in order of appearance, row by row.
     firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
     met = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
     letters = {0: LEAVING} | dict(zip(met, LETTERS[1:], strict=False))
@@ -317,9 +317,9 @@ def _with_solutions(
 
 
 def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, State]:
-    """Cars and walls at random, and where the cars stand: A in its row, the others wherever there is room.
+    """Random cars and walls, and the positions of the cars: A in its row, the others anywhere with room.
 
-    No other horizontal car and no wall is in A's row, for most such boards could not be solved.
+    A's row has no other horizontal car and no wall, because most such boards could not be solved.
     """
     row = stream.below(size)
     cars, places = [Car(True, row, 2)], [stream.below(size - 1)]
@@ -348,7 +348,7 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
 def _layout(
     size: int, cars: Sequence[Car], places: Sequence[int], walls: int
 ) -> tuple[Layout, State]:
-    """Layout and state, the cars behind A in the order of their places."""
+    """Layout and state; the cars after A are sorted by position."""
     order = [0, *sorted(range(1, len(cars)), key=lambda car: places[car])]
     masks = tuple(
         tuple(_mask(size, cars[car], place) for place in range(size - cars[car].length + 1))
@@ -359,7 +359,7 @@ def _layout(
 
 
 def _mask(size: int, car: Car, place: int) -> int:
-    """The cells of a car at a place on its line."""
+    """The cells of a car at a position on its line."""
     along = range(place, place + car.length)
     if car.horizontal:
         return sum(1 << car.line * size + column for column in along)
@@ -374,7 +374,7 @@ def _place(state: State, car: int) -> int:
 
 
 def solve(layout: Layout, start: State) -> Solved | None:
-    """All states that can be reached from `start`, with their distances; None where there are too many of them."""
+    """All states reachable from `start`, with their distances; None if there are too many."""
     graph = _reachable(layout, start)
     if graph is None:
         return None
@@ -382,7 +382,7 @@ def solve(layout: Layout, start: State) -> Solved | None:
     distance = {state: 0 for state in graph if _place(state, 0) == at_the_edge}
     ways = dict.fromkeys(distance, 1)
     reached = list(distance)
-    for state in reached:  # grows as it is read: nearest states first
+    for state in reached:  # grows while it is read: nearest states first
         further = distance[state] + 1
         for before in graph[state]:
             if before not in distance:
@@ -401,7 +401,7 @@ def _reachable(layout: Layout, start: State) -> Graph | None:
         cells |= masks[_place(start, car)]
     graph: Graph = {start: []}
     reached = [(start, cells)]
-    for state, occupied in reached:  # grows as it is read
+    for state, occupied in reached:  # grows while it is read
         near = graph[state]
         for shift, masks, room in cars:
             place = state >> shift & 7
@@ -421,7 +421,7 @@ def _reachable(layout: Layout, start: State) -> Graph | None:
 
 
 def _paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
-    """Every shortest way to a solved state, as steps from state to state."""
+    """Every shortest path to a solved state, as steps from state to state."""
     nearer = solved.distance[state] - 1
     if nearer < 0:
         yield []

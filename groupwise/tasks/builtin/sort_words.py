@@ -45,7 +45,7 @@ WORDS: tuple[str, ...] = tuple(
     window winter wizard yellow zebra
     """.split()
 )
-"""Common words; none is part of another, so that looking for one never finds another."""
+"""Common words; none is a substring of another, so a search for one never finds another."""
 
 _DEFAULT_WORDS = 3
 _INSTRUCTION = {
@@ -105,7 +105,7 @@ def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
-    """The held-out examples. They come first from the seed, so they do not depend on `train_size`."""
+    """The held-out examples. They are drawn first, so they do not depend on `train_size`."""
     own = _own(config)
     return _rows(own)[: own.eval_size]
 
@@ -116,7 +116,9 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation examples, likewise. They come from a stream of their own, without what the other splits have."""
+    """The validation examples with their sorted words. They use a random stream of their own and exclude the examples of the other
+    splits.
+    """
     own = _own(config)
     others = {frozenset(row["words"]) for row in _rows(own)}
     stream = Stream("sort_words", own.seed, "validation")
@@ -158,7 +160,7 @@ def compute_metrics(
 
 
 def right_words(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
-    """Share of right words: what is missing counts against it, and so does what is too much."""
+    """Share of right words; both missing and extra words count against it."""
     pairs = [(_answer_words(c, "quickstart"), w) for c, w in zip(completions, words, strict=True)]
     return [len(set(answer) & set(w)) / max(len(answer), len(w)) for answer, w in pairs]
 
@@ -177,7 +179,7 @@ def right_positions(completions: Sequence[CompletionText], words: Any, **_: Any)
 def contained_ignoring_case(
     completions: Sequence[CompletionText], words: Any, **_: Any
 ) -> list[float]:
-    """Share of the given words that occur, in whatever case."""
+    """Share of the given words that occur, ignoring case."""
     texts = [_after_thinking(completion).lower() for completion in completions]
     return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
@@ -189,7 +191,7 @@ def contained(completions: Sequence[CompletionText], words: Any, **_: Any) -> li
 
 
 def begins_line(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
-    """Share of the given words with which a line begins."""
+    """Share of the given words that a line starts with."""
     pairs = zip(completions, words, strict=True)
     return [_share(word in _line_starts(completion) for word in w) for completion, w in pairs]
 
@@ -201,7 +203,9 @@ def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list
 
 
 def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
-    """Share of the pairs of given words whose first appearances as whole words are in alphabetical order; missing words have none."""
+    """Share of the pairs of given words whose first appearances as whole words are in alphabetical order; pairs with a missing word
+    do not count.
+    """
     shares: list[float] = []
     for completion, given in zip(completions, words, strict=True):
         text = _after_thinking(completion)
@@ -264,7 +268,7 @@ def _row(words: list[str], preset: Preset) -> dict[str, Any]:
 
 
 def _after_thinking(completion: CompletionText) -> str:
-    """The completion's text behind its reasoning."""
+    """The completion's text after its reasoning."""
     return after_reasoning(completion_text(completion))
 
 
@@ -281,7 +285,7 @@ def _line_starts(completion: CompletionText) -> set[str]:
 
 
 def _first_place(word: str, text: str) -> int:
-    """First place at which the word has no letter before or after it; -1 if there is none."""
+    """Index of the first occurrence of the word without a letter before or after it; -1 if there is none."""
     letter = r"[^\W\d_]"
     found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
     return found.start() if found else -1

@@ -51,7 +51,7 @@ from groupwise.tasks.data.order import Stream
 OVERLONG_SHARE = 0.75
 """Default limit of over-length, as a share of the longest completion, if the config gives none."""
 MAX_DUPLICATES_IN_A_ROW = 1000
-"""Rows in a row that were there already, after which no more are looked for."""
+"""Number of consecutive duplicate rows after which the generator gives up."""
 
 
 class Weights(Strict):
@@ -118,18 +118,18 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The training rows with what a solver answers: a word that all marks allow, and why."""
+    """The training rows with a solver's completion: a word that all marks allow, with the reasoning."""
     return [_sft_row(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """The validation rows, likewise."""
+    """The validation rows with a solver's completion."""
     own = _own(config)
     return [_sft_row(row) for row in _rows(own, "validation", own.validation_size)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
-    """The parts with their weights."""
+    """The reward parts with their weights."""
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     weights = own.weights.model_dump()
@@ -175,7 +175,7 @@ class Verdict:
     real: bool = False
     repeated: bool = False
     satisfied: float = 0.0
-    """Share of the earlier turns that allow it; 1 where there are none."""
+    """Share of the earlier turns that allow it; 1 if there are none."""
 
     @property
     def all_satisfied(self) -> bool:
@@ -190,7 +190,9 @@ def judge_guess(
     real: frozenset[str],
     unmarked: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a completion. What is no real word satisfies nothing; `unmarked` are earlier guesses that were none."""
+    """The verdict on a completion. A guess that is not a real word satisfies no turn; `unmarked` are earlier guesses that were not
+    real words.
+    """
     guess = guess_in(text)
     if guess is None:
         return Verdict()
@@ -208,7 +210,7 @@ PARTS: Mapping[str, Callable[[Verdict], float]] = {
     "constraints": lambda verdict: verdict.satisfied,
     "all_satisfied": lambda verdict: float(verdict.all_satisfied),
 }
-"""The parts that the guess decides."""
+"""The parts that depend on the guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OverLength:
-    """The reward function that is 1 for a completion of more than `limit` tokens; without a limit none is."""
+    """The reward function that is 1 for a completion of more than `limit` tokens; always 0 without a limit."""
 
     limit: int | None
     name: str = "over_length"
@@ -246,7 +248,7 @@ class OverLength:
 
 
 def _overlong_length(own: TaskConfig, config: Any) -> int | None:
-    """The limit in tokens. Raises TaskError for one that no completion can exceed."""
+    """The limit in tokens. Raises TaskError for a limit that no completion can exceed."""
     # The longest completion in training, in tokens; None if the config sets no limit.
     rollout: Mapping[str, Any] = config.get("rollout") or {}
     if rollout.get("type") == "two_stage":
@@ -310,13 +312,13 @@ class Turn:
 
 
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
-    """The first `size` rows of a split, no two with the same prompt; a larger size begins with the same rows."""
+    """The first `size` rows of a split, no two with the same prompt; a larger size starts with the same rows."""
     words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
     turns = _draw_turns(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
     return [turn.row for turn in turns]
 
 
-@lru_cache(maxsize=3)  # the splits: the same rows are rewarded and taught
+@lru_cache(maxsize=3)  # one per split: rewards and SFT use the same rows
 def _draw_turns(
     words: tuple[str, ...],
     split: Split,
@@ -365,7 +367,7 @@ def _earlier_guess(
     marks: Sequence[str],
     stream: Stream,
 ) -> str:
-    """A plausible guess: every other time one that the marks so far allow, if there is one but the secret."""
+    """A plausible guess: every other time one that the marks so far allow, if there is such a word other than the secret."""
     around = _from_anywhere(words, stream)
     one_allowed = stream.below(2)
     others = (word for word in around if word != secret and word not in guesses)
@@ -376,7 +378,7 @@ def _earlier_guess(
 
 
 def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
-    """The words in their order, from a random one on and around."""
+    """The words in their order, from a random one to the end, then from the start."""
     begin = stream.below(len(words))
     return [*words[begin:], *words[:begin]]
 

@@ -86,12 +86,12 @@ def get_config_schema() -> type[BaseModel]:
 
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
-    """A row for each secret, with the columns `secret` and `gold_completion`, which wins at once."""
+    """A row for each secret, with the columns `secret` and `gold_completion` (the winning guess)."""
     return _rows(_own(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
-    """The same for the secrets of the test."""
+    """The same for the secrets of the test split."""
     return _rows(_own(config), "test")
 
 
@@ -101,7 +101,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """Such games of the secrets of the validation."""
+    """Such games for the secrets of the validation split."""
     return _sft_rows(_own(config), "validation")
 
 
@@ -113,7 +113,7 @@ def get_environment(config: Any) -> Callable[[], Game]:
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
-    """The parts with their weights."""
+    """The reward parts with their weights."""
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     weights = own.weights.model_dump()
@@ -129,7 +129,7 @@ def compute_metrics(
     config: Any,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Share of the games won, guesses needed (a lost game counts one more than there are), and shares of all turns."""
+    """Share of the games won, guesses needed (a lost game counts as the limit + 1), and shares of all turns."""
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     games = [
@@ -158,22 +158,22 @@ compute_metrics.reads_messages = True  # pyright: ignore[reportFunctionMemberAcc
 
 @dataclass(slots=True)
 class Game:
-    """The environment of one rollout, and the only place with the rules for the course of a game."""
+    """The environment of one rollout. All rules for the course of a game are here."""
 
     real: frozenset[str]
     limit: int = GUESSES
-    """Guesses that may be made."""
+    """Most guesses in a game."""
     secret: str = ""
     guesses: list[str] = field(default_factory=list[str])
     """Real words, in order."""
     unmarked: list[str] = field(default_factory=list[str])
-    """Guesses that were no real words."""
+    """Guesses that were not real words."""
     marks: list[str] = field(default_factory=list[str])
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
     """One for each turn."""
 
     def reset(self, secret: str) -> None:
-        """Begin; the first prompt is the row's."""
+        """Start the game; the first prompt is that of the row."""
         self.secret = secret
 
     def step(self, completion: str) -> Step:
@@ -215,7 +215,7 @@ class Played:
 
     @property
     def turns_needed(self) -> int:
-        """Turns until it was won; one more than there may be where it was not."""
+        """Turns until the game was won; the limit + 1 if it was not."""
         return len(self.verdicts) if self.won else self.limit + 1
 
 
@@ -295,7 +295,7 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
 
 
 def _sft_rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
-    """The rows of a split with a game each in which every guess is a word of that split which all marks allow."""
+    """The rows of a split, each with a game in which every guess is a word of that split that all marks allow."""
     words = words_of(own.secrets, own.dictionary)
     pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
     return [
@@ -315,13 +315,13 @@ def _sft_rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
 def _won_game(
     secret: str, pool: Sequence[str], begin: Callable[[], Game], stream: Stream
 ) -> list[Message]:
-    """A game that is won; one that is lost, as a few are, is played again with other guesses."""
+    """A game that is won. A lost game, which is rare, is played again with other guesses."""
     while True:
         game = begin()
         game.reset(secret)
         messages = list(_solve(game, stream.sample(pool, len(pool))))
         if game.won:
-            return messages[:-1]  # the marks of the last guess come after the end
+            return messages[:-1]  # the marks of the last guess come after the end of the game
 
 
 def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:

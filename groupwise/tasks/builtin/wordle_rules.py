@@ -1,7 +1,8 @@
-"""The rules of Wordle, which the tasks `wordle` and `wordle_game` share: words, marks, what is known, what a completion guesses.
+"""The rules of Wordle, which the tasks `wordle` and `wordle_game` share: words, marks, facts known about the secret, and parsing of
+guesses.
 
-A guess is marked letter by letter: G stands in the right place, Y occurs elsewhere in the secret, X occurs no further time. Greens
-take their letters of the secret first, then yellows from left to right, so that a letter is marked at most as often as it occurs.
+A guess is marked letter by letter: G is in the right place, Y occurs elsewhere in the secret, X does not occur again. Greens use up
+their letters of the secret first, then yellows from left to right, so a letter is marked at most as often as it occurs.
 
     secret  l a b e l
     guess   a l l e y   ->   Y Y Y G X
@@ -20,7 +21,7 @@ from groupwise.core.errors import TaskError
 from groupwise.tasks.data.order import Stream
 
 LENGTH = 5
-"""Letters of a word."""
+"""Letters in a word."""
 GUESSES = 6
 """Most guesses in a game."""
 WON = "G" * LENGTH
@@ -45,12 +46,12 @@ _NUMBERS = (
 
 
 def rules(guesses: int = GUESSES) -> str:
-    """The rules, which the policy reads first."""
+    """The rules, shown to the policy first."""
     return _RULES.format(guesses=_NUMBERS[guesses - 1])
 
 
 def guess_in(text: str) -> str | None:
-    """The guess of a completion: the first well-formed one after the first closing think tag, in small letters; None: there is none."""
+    """The guess of a completion: the first well-formed one after the first closing think tag, in lower case; None if there is none."""
     closing = _CLOSING.search(text)
     found = _GUESS.search(text, closing.end()) if closing else None
     return found[1].lower() if found else None
@@ -78,7 +79,7 @@ def marked_guess(guess: str, marks: str) -> str:
 
 
 def choices_line(choices: Sequence[str]) -> list[str]:
-    """A line that lists the words that the secret is one of, if the policy is shown some."""
+    """A line that lists the words to choose from, if the policy is shown some."""
     return [f"The secret is one of: {', '.join(choices)}."] if choices else []
 
 
@@ -92,13 +93,13 @@ class Knowledge:
     """Facts that marked guesses reveal about the secret."""
 
     fixed: Mapping[int, str]
-    """The letter of a place, from 0: greens."""
+    """The letter at each known position, from 0 (greens)."""
     banned: frozenset[tuple[int, str]]
-    """Letters that do not stand in a place: yellows, and greys."""
+    """Letters that are not at a position (yellows and greys)."""
     least: Mapping[str, int]
-    """Least number of times a letter occurs: as often as one guess had it green or yellow."""
+    """Minimum number of occurrences of a letter: the most greens and yellows that one guess had for it."""
     most: Mapping[str, int]
-    """Most times a letter occurs, known if a guess had it grey as well."""
+    """Maximum number of occurrences of a letter; known if a guess also had it grey."""
 
     @classmethod
     def of(cls, guesses: Iterable[str], marks: Iterable[str]) -> Knowledge:
@@ -145,13 +146,13 @@ class Knowledge:
 
 
 def turns_met(word: str, guesses: Sequence[str], marks: Sequence[str]) -> int:
-    """Number of turns that allow the word, each taken by itself; if all together allow it, that is all of them."""
+    """Number of turns that allow the word, each checked alone. It equals the number of turns if all together allow it."""
     turns = zip(guesses, marks, strict=True)
     return sum(Knowledge.of([guess], [marked]).allows(word) for guess, marked in turns)
 
 
 def reasoning(knowledge: Knowledge, guess: str) -> str:
-    """Teacher's reasoning before a guess that the knowledge allows: short, as small models lose themselves in long lists."""
+    """Reasoning of the teacher before a guess that the knowledge allows: short, because small models lose track in long lists."""
     also = f" It also has {', '.join(knowledge.elsewhere)}." if knowledge.elsewhere else ""
     return f"Known: {knowledge.pattern}.{also} A word that fits is {guess}."
 
@@ -167,7 +168,7 @@ def answer(thought: str, guess: str) -> str:
 Split = Literal["train", "validation", "test"]
 
 FEWEST_SECRETS = 60
-"""A tenth of them is what validation and test have each, and a row needs several different words."""
+"""Validation and test get a tenth each, and a row needs several different words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class Words:
 
     secrets: tuple[str, ...]
     dictionary: frozenset[str]
-    """Words that count as real, the secrets among them."""
+    """Words that count as real, including the secrets."""
 
     def of(self, split: Split, seed: int) -> list[str]:
         """The secrets of a split, in an order from the seed: a tenth each for test and validation, the rest for training."""
@@ -188,7 +189,7 @@ class Words:
 
 @cache
 def words_of(secrets: str | None, dictionary: str | None) -> Words:
-    """Words of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
+    """Words of the given files, or the bundled ones. Raises TaskError for files that cannot be used."""
     chosen = _words_in_file(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
     if len(chosen) < FEWEST_SECRETS:
         raise TaskError(
@@ -202,7 +203,7 @@ def words_of(secrets: str | None, dictionary: str | None) -> Words:
 
 
 def _words_in_file(file: Path) -> tuple[str, ...]:
-    """The words of a file, one in each line, in their order and each once; empty lines and those with # are left out."""
+    """The words of a file, one per line, in order and each once; empty lines and lines with # are skipped."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

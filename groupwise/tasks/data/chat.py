@@ -1,10 +1,10 @@
-"""Prompts from what the columns of a dataset hold, and an account of the rows that hold none.
+"""Makes prompts from the columns of a dataset, and counts the rows that have none.
 
-A prompt is text, or messages in any form that `messages` reads. Text stays text, unless the config makes it what a user says. What the
-assistant says at the end of a chat is gone on with, or left out where it is an answer. Blocks of tags may be taken out of what some roles
-say, a system prompt is put before those that have none, and further columns may follow as lines.
+A prompt is text, or messages in any form that `messages` reads. Text stays text, unless the config makes it a user message. An
+assistant message at the end of a chat is continued, or dropped if it is an answer. Tagged blocks may be removed from the messages
+of some roles, a system prompt is added to chats that have none, and more columns may be appended as lines.
 
-A row without a usable prompt is left out and counted by the reason, or refused where the config says `data.strict`.
+A row without a usable prompt is left out and counted by the reason, or refused if the config sets `data.strict`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Row = dict[str, Any]
 PromptFormat = Literal["text", "chat"]
 Prefill = Literal["continue", "drop"]
 LESSONS = ("messages", "conversations", "prompt", "completion", "text", "input_ids")
-"""The columns from which a teacher's rows are made."""
+"""The columns that teacher rows are made from."""
 MOST_PLACES = 3
-"""Rows that a message names for each reason."""
+"""Most rows that a message names for each reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptWay:
-    """How prompts are made from rows."""
+    """Settings for making prompts from rows."""
 
     format: PromptFormat = "text"
-    """Format of a prompt that is given as text: the user's message, or the text as it stands."""
+    """Format of a prompt that is given as text: the user's message, or the text unchanged."""
     system_prompt: str | None = None
     lines: tuple[str, ...] = ()
     """Columns that follow the user's text as lines, `name: value`."""
@@ -56,7 +56,7 @@ class Account:
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def under(self, name: str) -> Account:
-        """The same, saying whose rows they are."""
+        """The same account, with the name of the set that the rows belong to."""
         return Account(
             {f"{name}: {reason}": count for reason, count in self.left_out.items()},
             {f"{name}: {reason}": count for reason, count in self.changed.items()},
@@ -70,7 +70,7 @@ class Account:
 
 
 class Rows(list[Row]):
-    """Rows that can be used, with an account of the others."""
+    """Usable rows, with an account of the others."""
 
     def __init__(self, rows: Iterable[Row], account: Account, shares: Sequence[Share] = ()) -> None:
         super().__init__(rows)
@@ -87,10 +87,10 @@ def with_prompts(
     strict: bool,
     unscorable: Callable[[Row], str | None] = lambda row: None,
 ) -> Rows:
-    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with
-    `strict` if any row cannot be used.
+    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with `strict` if any row
+    cannot be used.
 
-    `unscorable` says why a row, without its prompt, is of no use to those who score it.
+    `unscorable` gets a row without its prompt and returns the reason why the rewards cannot score it, or None.
     """
 
     def made(row: Row, changes: list[str]) -> Row:
@@ -106,7 +106,7 @@ def with_prompts(
 def prepare_rows(
     rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool
 ) -> Rows:
-    """The rows as a step makes them, which raises Unusable for those to be left out. Raises TaskError as `with_prompts` does."""
+    """The rows made by a step, which raises Unusable for rows to be left out. Raises TaskError like `with_prompts`."""
 
     def made(row: Row, changes: list[str]) -> Row:
         return step(row)
@@ -115,7 +115,7 @@ def prepare_rows(
 
 
 def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: bool) -> Rows:
-    """The rows of a teacher with their chats made whole: `messages`, or `prompt` with `completion`; others stay as they are."""
+    """The rows of a teacher with their chats completed: `messages`, or `prompt` with `completion`; other rows are unchanged."""
 
     def made(row: Row, changes: list[str]) -> Row:
         row = named_messages(row)
@@ -151,7 +151,7 @@ def _make_rows(
     *,
     strict: bool,
 ) -> Rows:
-    """Each row as `make` makes it. Rows are the same where their columns `identity` are."""
+    """Applies `make` to each row. Rows are duplicates if their columns `identity` are equal."""
     kept: list[Row] = []
     unusable: dict[str, list[int]] = {}
     changed: Counter[str] = Counter()
@@ -191,7 +191,7 @@ def _make_rows(
 
 
 def key_of(row: Row, columns: Sequence[str]) -> str:
-    """Equal for rows that hold the same in these columns; in all, where they hold nothing in these."""
+    """Equal for rows with the same content in these columns; in all columns, if these are empty."""
     values = {name: row[name] for name in columns if row.get(name) is not None}
     return json.dumps(values or row, sort_keys=True, default=str)
 
@@ -248,7 +248,7 @@ def _strip_blocks(messages: Sequence[Message], way: PromptWay, changes: list[str
 
 
 def without_blocks(text: str, tags: Sequence[str]) -> str:
-    """The text without `<tag>…</tag>`, whatever the case; trimmed where something was taken out."""
+    """The text without `<tag>…</tag>`, ignoring case; trimmed if something was removed."""
     left = text
     for tag in tags:
         name = re.escape(tag)
@@ -259,7 +259,7 @@ def without_blocks(text: str, tags: Sequence[str]) -> str:
 def _up_to_the_question(
     messages: list[Message], way: PromptWay, changes: list[str]
 ) -> list[Message]:
-    """Up to what is answered, or to the words of the assistant that the answer begins with."""
+    """The messages up to the question, or up to the assistant's words that the answer starts with."""
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no message is the user's")
     messages_left = list(messages)

@@ -198,7 +198,7 @@ class DatasetConfig(Strict):
 
     @property
     def mixture(self) -> tuple[MixtureEntry, ...]:
-        """All sets; one where there is no mixture."""
+        """All sets of the mixture; a single one without a mixture."""
         if self.dataset_mixture is not None:
             return tuple(map(mixture_entry, self.dataset_mixture))
         return (
@@ -216,7 +216,7 @@ class DatasetConfig(Strict):
         return {**self.columns, **{ours: theirs for ours, theirs in required.items() if theirs}}
 
     def in_vain_beside_a_task(self) -> list[str]:
-        """The keys that are set, and say which data are meant, or how rows become prompts."""
+        """The set keys that select data or define how rows become prompts, and so have no effect with a task."""
         return [
             key
             for key, field in DatasetConfig.model_fields.items()
@@ -224,7 +224,7 @@ class DatasetConfig(Strict):
         ]
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two ways to say the same, and keys without effect."""
+        """Keys that contradict each other, and keys without effect."""
         if self.dataset_name is not None and self.dataset_mixture is not None:
             yield Conflict(
                 "dataset_name and dataset_mixture both say which data are meant; leave one out.",
@@ -308,6 +308,8 @@ class DataConfig(DatasetConfig):
 
     @property
     def success_parts(self) -> dict[str, str | None]:
-        """The reward parts that say what is solved, by the keys that name them; None where a key leaves it to the names of the parts."""
+        """The reward parts that measure success, by the config keys that name them; None if a key is not set, so the part is found
+        by its name.
+        """
         sections = {"replay": self.replay, "curriculum": self.curriculum}
         return {f"data.{key}.success_part": s.success_part for key, s in sections.items() if s}

@@ -1,9 +1,10 @@
-"""Describes the content of any value in a dataset in the same way in every process, so that a change of the data is noticed.
+"""Describes the content of any value in a dataset in the same way in every process, so changes of the data are detected.
 
 Plain values describe themselves. Other values are described by their parts if their content is certain: bytes, sets, dates, paths,
-numbers and some more of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and the times
-of pandas. For the rest, and for classes derived from those of libraries, nothing is guessed: `repr`, pickle or `__dict__` may
-abridge, include caches and addresses, or follow the order of a set. Different data would look equal, or equal data different.
+numbers and some other classes of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and
+the times of pandas. For the rest, including subclasses of library classes, nothing is guessed: `repr`, pickle or `__dict__` may
+abridge, include caches and addresses, or depend on the order of a set. Different data would then look equal, or equal data
+different.
 
 Objects come from the author of the task, and may contain themselves, lack fields, or raise when they are read. Such objects are
 described by name, and never raise here.
@@ -33,15 +34,19 @@ from pydantic import BaseModel
 
 UNTOLD = "untold"
 DEEPEST = 100
-"""Levels of nesting that are described: with the calls of each they stay within Python's limit, wherever the walk begins."""
+"""Levels of nesting that are described. With the calls that each level needs, they stay within Python's recursion limit from any
+starting depth.
+"""
 MOST_ROUNDABOUT = 10_000
-"""Times that the walk may come again to things in loops. The ways through a few dozen of them that all know each other are endless."""
+"""Most repeated visits to values in cycles. The number of paths through a few dozen values that all refer to each other is
+practically endless.
+"""
 LONGEST_INTEGER = 14_284
-"""Bits of an integer that Python writes in decimal; it refuses above 4300 digits."""
+"""Most bits of an integer that is written in decimal; Python refuses more than 4300 digits."""
 
 
 def canonical(value: Any) -> Any:
-    """The content as something that JSON can write. Lists and tuples are the same, as are arrays and lists of their numbers."""
+    """The content as a JSON-compatible value. Lists and tuples count as the same, and so do arrays and lists of their numbers."""
     try:
         return _Walk().tell(value)
     except _TangledError:
@@ -51,7 +56,7 @@ def canonical(value: Any) -> Any:
 
 
 def unsupported_parts(canonical: Any) -> Iterator[str]:
-    """Descriptions of the parts that `canonical` could not tell, from its result."""
+    """Yields descriptions of the parts that `canonical` could not describe, found in its result."""
     waiting = [canonical]
     while waiting:
         entry = waiting.pop()
@@ -80,12 +85,12 @@ class _Walk:
         self.above: dict[int, int] = {}
         self.met: dict[int, object] = {}
         self.known: dict[int, Any] = {}
-        """Descriptions, by identity, of values whose description does not depend on where they stand."""
+        """Descriptions, by identity, of values whose description does not depend on their position."""
         self.dependent = 0
         self.roundabout = 0
 
     def tell(self, value: Any) -> Any:
-        # The real type decides: a proxy or a mock may say of itself that it is another.
+        # The real type is used: a proxy or a mock may report another one as its `__class__`.
         kind = cast("Any", type(value))
         if value is None or (
             issubclass(kind, bool | int | float | str) and not issubclass(kind, Enum)
@@ -143,7 +148,7 @@ class _Walk:
         return {"object": [_qualified_name(kind), self._pairs(parts)]}
 
     def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
-        """Text before other keys, each in an order that does not depend on hashes."""
+        """Pairs with text keys first, then others, each in an order that does not depend on hashes."""
         pairs = [[self.tell(key), self.tell(value)] for key, value in mapping.items()]
         text = sorted((each for each in pairs if isinstance(each[0], str)), key=_first)
         others = sorted((each for each in pairs if not isinstance(each[0], str)), key=dumps)
@@ -161,14 +166,14 @@ def _unsupported_part(what: str) -> dict[str, str]:
 def _is_array(kind: Any) -> bool:
     """True for an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
     if kind.__name__ in ("longdouble", "clongdouble"):
-        return False  # has no counterpart in Python, and its `tolist` gives another of its kind
+        return False  # has no counterpart in Python; its `tolist` returns its own type
     return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
 
 
 def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
     """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
-        # Past its attributes, which warn where a field is deprecated, and its `__iter__`, which may be redefined.
+        # Reads `__dict__` directly: attribute access may warn about deprecated fields, and `__iter__` may be redefined.
         own_attributes = cast("dict[str, Any]", value.__dict__)
         told = {name: each for name, each in own_attributes.items() if name in kind.model_fields}
         return told | (value.__pydantic_extra__ or {})
@@ -240,7 +245,7 @@ PARTS_BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
     "pandas.NaTType": _attributes(),
     "pandas.NAType": _attributes(),
 }
-"""The same for what `to_dict` of a pandas table gives, by library and class, because this does not import it."""
+"""The same for values that `to_dict` of a pandas table returns, by library and class name, because this module does not import pandas."""
 
 
 def _library(kind: Any) -> str:
@@ -248,7 +253,7 @@ def _library(kind: Any) -> str:
 
 
 def _qualified_name(value: Any) -> str:
-    """The full name of a class or function; of one in a task file without the hash of the path, which may be moved."""
+    """The full name of a class or function. For one in a task file the hash of the path is left out, because the file may be moved."""
     module = str(value.__module__)
     if module.startswith("groupwise_user_"):
         module = module.rpartition("_")[0]

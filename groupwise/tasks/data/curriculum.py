@@ -9,8 +9,8 @@ where p is the success rate that its own groups had, older ones counting less (Î
 age in groups). So examples that are never or always solved are drawn with probability `revisit`; examples at the target, and those
 that were not drawn before, are always drawn. Filtering by the learner's own success: Bae et al. 2025, arXiv 2504.03380.
 
-The easy pool is a second source of examples, mixed in with a probability that falls as the run goes on: each prompt of a step is
-drawn from it with probability p(step), on its own, and its whole group is then an easy one. p is a table of steps: the value of the
+The easy pool is a second source of examples, mixed in with a probability that falls during the run: each prompt of a step is drawn
+from it independently with probability p(step), and its whole group is then an easy one. p is a table of steps: the value of the
 last step in it that has been reached.
 """
 
@@ -51,7 +51,7 @@ class CurriculumConfig(Strict):
 
 
 class Curriculum:
-    """The examples' success rates, and the chance of each to be drawn when its turn comes."""
+    """The examples' success rates, and the probability of each to be drawn at its turn."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class Curriculum:
         """Weighted successes and members, by example."""
 
     def observe(self, example: int, successes: int, members: int) -> None:
-        """A group of an example was scored."""
+        """Record a scored group of an example."""
         before_successes, before_members = self._seen.get(example, (0.0, 0.0))
         memory = self._config.memory
         self._seen[example] = (
@@ -73,7 +73,7 @@ class Curriculum:
         return seen[0] / seen[1] if seen else None
 
     def chance(self, example: int) -> float:
-        """The probability that it is drawn when its turn comes."""
+        """The probability that the example is drawn at its turn."""
         rate, target = self.success(example), self._config.target
         if rate is None:
             return 1.0
@@ -81,7 +81,7 @@ class Curriculum:
         return self._config.revisit + (1 - self._config.revisit) * (1 - distance)
 
     def metrics(self) -> dict[str, float]:
-        """The mean success of what was seen, and how much of it is always or never solved."""
+        """The mean success rate of the examples seen, and the shares that are always or never solved."""
         rates = [successes / members for successes, members in self._seen.values()]
         if not rates:
             return {}
@@ -105,7 +105,7 @@ class Curriculum:
 
 
 EASY = "EASY"
-"""The task label of easy examples that have none, by which the router gives them rewards of their own."""
+"""The task label for easy examples without one; the router can assign them their own rewards."""
 
 EASY_SCHEDULE: tuple[tuple[int, float], ...] = (
     *((0, 1.00), (50, 0.90), (100, 0.80), (150, 0.70), (200, 0.60), (250, 0.55), (300, 0.53)),

@@ -1,14 +1,14 @@
 """The signal `held_out`: the training reward rises while a metric of the held-out prompts falls.
 
-What a reward pays for and what was meant part at some point of an optimisation (Gao et al. 2022, arXiv 2210.10760); prompts that
-are not trained, and a metric that is not the reward, see it first. The last evaluation is compared with the best one before it,
-over the same prompts:
+At some point of an optimisation, the reward and the intended quality diverge (Gao et al. 2022, arXiv 2210.10760); this shows first
+on held-out prompts, in a metric other than the reward. The last evaluation is compared with the best one before it, over the same
+prompts:
 
     tolerance    z(1 − 0.025 / pairs) · standard error of the mean difference of a prompt
 
-where `pairs` is the number of pairs that the evaluations so far make, because the best of many is best by luck, too (Bonferroni). The
-training rewards of the steps between the two rise where the last third of them has a higher mean than the first, by more than 1.96
-standard errors. Fewer than nine steps say nothing.
+where `pairs` is the number of pairs that the evaluations so far make, because the best of many is partly best by luck (Bonferroni).
+The training rewards of the steps between the two count as risen if the mean of their last third exceeds that of the first third by
+more than 1.96 standard errors. Fewer than nine steps are not evaluated.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """The last evaluation beside the best one before."""
+    """The last evaluation, compared with the best one before it."""
 
     metric: str
     best: Sequence[float]
-    """One value for each prompt that both evaluations have; `last` likewise."""
+    """Values of the best evaluation, one for each prompt that both evaluations have; `last` likewise."""
     last: Sequence[float]
     evaluations: int
     """Number of evaluations so far, including these two."""
@@ -61,7 +61,7 @@ def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
 
 
 def tolerance(evaluations: int) -> float:
-    """Standard errors that the mean of the prompts may fall by."""
+    """How far the mean over the prompts may fall by chance, in standard errors."""
     pairs = evaluations * (evaluations - 1) // 2
     return NormalDist().inv_cdf(1 - LEVEL / pairs)
 

@@ -1,13 +1,13 @@
-"""A number of each step against its own start.
+"""Compares a number of each step with its own values at the start of the run.
 
     start     mean m of the first n values, and s: s² is half the mean square of the differences between neighbours among them
-    now       a running mean from there on: now ← memory · now + (1 − memory) · value, beginning with m
+    now       a running mean from there on: now ← memory · now + (1 − memory) · value, starting with m
     errors    (now − m) / (s · √(1/n + (1 − memory) / (1 + memory)))
 
-The root has the variances of the two means, in units of that of one value, as if steps did not depend on each other: so `errors`
-says how many standard errors the number has moved. Where nothing moves, s is the standard deviation, too (von Neumann 1941,
-doi 10.1214/aoms/1177731677); but what the number moves already within the start is not taken for noise, which would hide the move. A
-step without the number, or where it is not finite, is passed over.
+The root combines the variances of the two means, in units of the variance of one value, as if steps were independent. So `errors`
+is how many standard errors the number has moved. For a number without a trend, s is also its standard deviation (von Neumann 1941,
+doi 10.1214/aoms/1177731677); a trend within the start itself is not counted as noise, which would hide the move. A step is skipped
+if its number is missing or not finite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 MANY = 1e9
-"""Standard errors of a move away from a start that did not vary."""
+"""Value of `errors` for a move away from a start that did not vary."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Gauge:
     """One number over the steps of a run."""
 
     start: list[float] = field(default_factory=list[float])
-    """Its first values."""
+    """The first values."""
     running: float | None = None
     """None until the start is over."""
 
@@ -41,12 +41,12 @@ class Gauge:
 
     @property
     def now(self) -> float:
-        """The running mean; only where it is ready."""
+        """The running mean; only valid if `ready`."""
         assert self.running is not None, "the start is over"
         return self.running
 
     def observe(self, value: float, start_steps: int, memory: float) -> None:
-        """The value of the next step."""
+        """Add the value of the next step."""
         if not math.isfinite(value):
             return
         if self.running is not None:

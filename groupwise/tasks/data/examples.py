@@ -28,11 +28,11 @@ _PROMPT = "a `prompt`"
 def examples_from_rows(
     rows: object, *, where: str, limit: int | None = None, limited_by: str = "a limit"
 ) -> list[Example]:
-    """The examples that `rows` hold. Raises TaskError that starts with `where` (who returned them).
+    """The examples in `rows`. Raises TaskError with a message that starts with `where` (what returned them).
 
-    A stream without a length is read up to `limit` rows, and refused where there is none, because it may have no end;
-    `limited_by` names the config key that would give one. What has a length is taken whole, so that the order of
-    draws does not depend on how long the run is to be.
+    A stream without a length is read up to `limit` rows, and refused without a limit, because it may be endless; `limited_by` names
+    the config key that sets one. A dataset with a length is read whole, because otherwise the order of draws would depend on the
+    length of the run.
     """
     found = read_rows(rows, where=where, limit=limit, limited_by=limited_by, holding=_PROMPT)
     return [_example(index, columns, where) for index, columns in enumerate(found)]
@@ -41,9 +41,9 @@ def examples_from_rows(
 def read_rows(
     rows: object, *, where: str, limit: int | None, limited_by: str, holding: str
 ) -> list[dict[str, Any]]:
-    """The columns of every row, whatever form of dataset they come in; see `examples_from_rows`.
+    """The columns of every row, from any form of dataset; see `examples_from_rows`.
 
-    `holding` says in messages what each row must have.
+    `holding` is the text for messages that describes what each row must have.
     """
     expected = _EXPECTED.format(holding)
     endless = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
@@ -63,10 +63,10 @@ def read_rows(
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """SHA-256 (hex) of all prompts and columns: equal exactly where the data are the same, in the same order.
+    """SHA-256 (hex) of all prompts and columns: equal exactly if the data are the same, in the same order.
 
-    Warns once of a column with objects whose content cannot be described: only their class counts, so that a change
-    inside them is not noticed. It is no error, because training with them works.
+    Warns once about a column with objects whose content cannot be described: only their class is hashed, so a change inside them
+    goes unnoticed. This is not an error, because training with them works.
     """
     digest = hashlib.sha256()
     for example in examples:
@@ -109,7 +109,7 @@ def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     given = cast("Mapping[Any, Any]", row)
     columns = {str(name): value for name, value in given.items()}
     for name, value in columns.items():
-        # No tokenizer takes text with half a character, and no file or database keeps it.
+        # Tokenizers, files and databases reject text with unpaired surrogates.
         there = f"{where}: row {number_of(given, index)}, column `{name}`"
         for text in _texts(value):
             if not text.isascii() and (shown := printable(text)) != text:
@@ -133,9 +133,9 @@ def _example(index: int, columns: dict[str, Any], where: str) -> Example:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in lists and dicts. Each of these is looked at once, for it may hold itself."""
+    """Yields every text in lists and dicts. Each container is visited once, because it may contain itself."""
     waiting = [value]
-    # With the objects, because the id of one that is gone would be given to another.
+    # Maps ids to the objects themselves, which keeps them alive: the id of a freed object could be reused.
     met: dict[int, object] = {}
     while waiting:
         entry = waiting.pop()
@@ -151,12 +151,12 @@ def _inside(value: Any) -> list[Any]:
         if issubclass(type(value), Mapping):
             return [each for pair in value.items() for each in pair]
         return list(value)
-    except Exception:  # noqa: BLE001 — a class of the task's may raise anything; there is no text to be had
+    except Exception:  # noqa: BLE001 — a class of the task may raise anything; then there is no text to check
         return []
 
 
 def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
-    """Text or chat messages, as a column of this name holds them. Raises TaskError that starts with `where`."""
+    """Text or chat messages, from a column of this name. Raises TaskError with a message that starts with `where`."""
     try:
         return prompt_of(value)
     except Unusable as reason:

@@ -1,7 +1,7 @@
 """Loads the rows of a config's sources: as prompts or lessons, labelled, and split into training and held-out rows.
 
-`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that
-is a task is skipped here: `groupwise.tasks.configured` reads it.
+`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task
+is skipped here: `groupwise.tasks.configured` reads it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from groupwise.tasks.data.pipelines import Pipeline, find_pipeline
 from groupwise.tasks.data.sources import no_column, read_source
 
 KNOWN_BY = ("prompt", "messages", "text", "input_ids")
-"""The columns by which rows are compared; equal rows may not be both trained on and held out."""
+"""The columns by which rows are compared: equal rows must not be both trained on and held out."""
 
 Found = tuple[list[Part], Account]
 Unscorable = Callable[[Row], str | None]
-"""Says why the rewards cannot score a row, which has its label but no prompt; None if they can."""
+"""Returns the reason why the rewards cannot score a row (which has its label but no prompt), or None if they can."""
 
 
 def scorable(row: Row) -> None:
@@ -39,7 +39,7 @@ def scorable(row: Row) -> None:
 
 
 def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
-    """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts that can be scored. Raises TaskError."""
+    """The rows to train on; with `teacher` as lessons, otherwise as prompts that can be scored. Raises TaskError."""
     parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
         parts, _ = _split(parts, data)
@@ -47,7 +47,7 @@ def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable =
 
 
 def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
-    """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
+    """The held-out rows: from splits of their own, or split off the training rows, whose account reports the rows left out."""
     if data.test_split_size is None:
         parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
         return with_same_columns(parts, data.mixture_columns), account
@@ -68,7 +68,7 @@ def place_of(data: DatasetConfig, number: int) -> str:
 
 
 def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
-    """The row, saying which set it is from and, where there is a label, whose rewards it has."""
+    """The row with the name of its set and, if there is one, the label that selects its rewards."""
     labelled = {**row, DATASET_COLUMN: entry.name}
     return like(row, labelled if label is None else {**labelled, TASK_COLUMN: label})
 
@@ -76,7 +76,7 @@ def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
 def as_prompts(
     data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
 ) -> Rows:
-    """Rows from beside the named data, their prompts made ready in the same way."""
+    """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
     given = _through(_pipeline(data, teacher=False), rows, where, data)
     made = with_prompts(given, _way(data), where, strict=data.strict, unscorable=unscorable)
     return Rows(made, given.account + made.account)
@@ -88,7 +88,7 @@ def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
 
 
 def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
-    """The rows after the pipeline; unchanged if there is none."""
+    """The rows after the pipeline; unchanged without one."""
     return (
         Rows(rows, Account())
         if step is None
@@ -114,7 +114,7 @@ def _parts_of_split(
     """The rows of the sources that have such a split."""
     parts: list[Part] = []
     account = Account()
-    step = _pipeline(data, teacher=teacher)  # before anything is read, which may take long
+    step = _pipeline(data, teacher=teacher)  # before reading, which may take long
     for number, entry in enumerate(data.mixture):
         split = split_of(entry)
         if entry.source is None or split is None:
@@ -147,7 +147,7 @@ def _rows(
     *,
     teacher: bool,
 ) -> Rows:
-    """The rows as they are, or as the pipeline makes them, with the columns that prompts need."""
+    """The rows unchanged, or made by the pipeline, with the columns that prompts need."""
     assert entry.source is not None
     assert not isinstance(entry.config, dict)
     rows = read_source(

@@ -1,7 +1,7 @@
-"""Chat messages from whatever form rows keep them in: dicts, parallel lists, arrays, ShareGPT, parts of text, JSON text, and a mapping
-that has any of these under `messages` or `conversations`.
+"""Chat messages from any form that rows store them in: dicts, parallel lists, arrays, ShareGPT, parts of text, JSON text, and a
+mapping that has any of these under `messages` or `conversations`.
 
-What can be read in one way alone is read so; for anything else `Unusable` says what is wrong.
+Only unambiguous input is accepted; anything else raises `Unusable` with the reason.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ WHOLE = ("messages", "conversations")
 _WRITTEN = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|content|from)["']|\{\s*["'](?:role|messages|conversations)["'])"""
 )
-"""How messages begin that were written as text, as JSON or as Python shows them."""
+"""The beginning of messages that were stored as text, either as JSON or as Python's repr."""
 
 
 class Unusable(Exception):
-    """A row cannot be used; the text is the reason that it is counted by."""
+    """A row cannot be used; the text is the reason under which it is counted."""
 
     message: int | None = None
-    """The place of the message that is wrong, from 0; None where no single one is."""
+    """Index of the invalid message, from 0; None if it is not a single one."""
 
 
 def prompt_of(value: Any) -> Prompt:
-    """A prompt as a row gives it: text, or messages where it holds some, also as JSON text. Raises Unusable."""
+    """The prompt of a cell: text, or messages if it holds some, also as JSON text. Raises Unusable."""
     if not isinstance(value, str):
         return messages_of(value)
     if not value.strip():
@@ -54,7 +54,7 @@ def prompt_of(value: Any) -> Prompt:
 
 
 def messages_of(value: Any) -> list[Message]:
-    """Messages; text is what the user says. Raises Unusable."""
+    """Chat messages; text becomes a user message. Raises Unusable."""
     if isinstance(value, str):
         return messages_in(value) or [{"role": "user", "content": value}]
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -77,7 +77,7 @@ def messages_of(value: Any) -> list[Message]:
 
 
 def messages_in(text: str) -> list[Message] | None:
-    """The messages that a text is the JSON of, or what Python writes for them; None for any other text."""
+    """The messages stored in a text as JSON or as Python's repr; None for any other text."""
     if not looks_like_messages(text):
         return None
     for read in (json.loads, ast.literal_eval):
@@ -87,7 +87,7 @@ def messages_in(text: str) -> list[Message] | None:
 
 
 def looks_like_messages(text: str) -> bool:
-    """True if a text begins like messages that were written as text."""
+    """True if a text starts like stored messages (see `_WRITTEN`)."""
     return _WRITTEN.match(text) is not None
 
 
@@ -139,7 +139,7 @@ def message_of(value: Any) -> Message:
         if "content" not in message:
             return message
     elif message["role"] == "system":
-        message.setdefault("content", "")  # some templates have a default, which it takes away
+        message.setdefault("content", "")  # an empty text, too, replaces a template's default
     return {**message, "content": _text(message.get("content"))}
 
 
@@ -153,7 +153,7 @@ def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_arguments(call: Any) -> Any:
-    """A tool call whose arguments are an object, as templates want them, also where they are given as JSON text."""
+    """A tool call whose arguments are an object, as templates need them, even if they were given as JSON text."""
     if not isinstance(call, Mapping):
         raise Unusable("a tool call is no mapping of a function and its arguments")
     given = dict(cast("Mapping[str, Any]", call))
@@ -166,7 +166,7 @@ def with_arguments(call: Any) -> Any:
 
 
 def _of_json(text: str) -> Any:
-    """The value of a text that is JSON; any other text itself."""
+    """The parsed value if a text is JSON; otherwise the text itself."""
     with suppress(NotStrict):
         return parse_inner(text)
     return text
@@ -200,7 +200,7 @@ def ends_begun(prompt: Sequence[Message]) -> bool:
 
 
 def named_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with its conversation under `messages`, also where it keeps it as ShareGPT does, under `conversations`."""
+    """The row with its conversation under `messages`, also if it is stored in ShareGPT's form under `conversations`."""
     found = row.get("conversations")
     if row.get("messages") is not None or found is None:
         return row
@@ -210,7 +210,7 @@ def named_messages(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
-    """A conversation, where the first words of the assistant may go on with those that the prompt ends with."""
+    """A conversation. The first assistant words of the completion may continue those at the end of the prompt."""
     prefix = begun_words(prompt, completion)
     if prefix is None:
         return [*prompt, *completion]

@@ -1,8 +1,8 @@
-"""Several sets of rows as one: how much of each is drawn, what is held out, and which columns they share.
+"""Combines several sets of rows: how much of each is drawn, which rows are held out, and which columns they share.
 
-What is held out is taken off first and never comes back: rows with the same prompt are all on one side, whichever sets they are in. Of
-the rest a weight says how often a row comes in an epoch: 1 takes each once, 0.5 half of them, 2 each twice, 1.5 each once
-and half of them twice. Which half that is depends on the seed, and each epoch takes the next one.
+Held-out rows are split off first and never trained on: rows with the same prompt are all on one side, even across sets. For the
+rest, a weight sets how often a row occurs in an epoch: 1 takes each once, 0.5 half of them, 2 each twice, 1.5 each once and half of
+them twice. The seed decides which half, and each epoch takes the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from groupwise.tasks.data.chat import Row
 from groupwise.tasks.data.order import Share, Stream
 
 Join = Literal["same", "common", "all"]
-"""Columns of a mixture: those that all sets have, and no others; those that all have, without the others; or all."""
+"""Columns of a mixture. `same`: all sets must have the same; `common`: only those that all sets have; `all`: the columns of any set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Part:
     rows: Sequence[Row]
     weight: float = 1.0
     renamed: frozenset[str] = frozenset()
-    """Columns that have another name of ours beside; other sets need not have them."""
+    """Original columns that also exist under our names; other sets need not have them."""
 
 
 def split(
     parts: Sequence[Part], share: float, seed: int, key: Callable[[Row], str]
 ) -> tuple[list[Part], list[Part]]:
-    """Training parts and held-out parts, which get a share of each part's different rows, by `key`. Raises TaskError if a side is empty."""
+    """Training parts and held-out parts, which get a share of each part's distinct rows, by `key`. Raises TaskError if a side is empty."""
     held_out: dict[str, bool] = {}
     for part in parts:
         keys = list(dict.fromkeys(map(key, part.rows)))
@@ -88,13 +88,13 @@ def _share(part: Part, places: tuple[int, ...]) -> Share:
 
 
 def in_turn(parts: Sequence[Part]) -> list[Row]:
-    """Takes one row of each part in turn, so that the first rows represent all parts."""
+    """Takes one row of each part in turn, so the first rows represent all parts."""
     rounds = zip_longest(*(part.rows for part in parts))
     return [row for each in rounds for row in each if row is not None]
 
 
 def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
-    """The parts with the same columns in every row. Raises TaskError that names what differs, where they are to be the same."""
+    """The parts with the same columns in every row. Raises TaskError that names the differences if they must be the same."""
     columns = [dict.fromkeys(name for row in part.rows for name in row) for part in parts]
     every = dict.fromkeys(name for names in columns for name in names)
     common = [name for name in every if all(name in names for names in columns)]

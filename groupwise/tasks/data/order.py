@@ -1,10 +1,10 @@
-"""The order in which examples are drawn: each once per epoch, in an order that only the seed and the epoch decide.
+"""The order in which examples are drawn: each once per epoch, in an order that depends only on the seed and the epoch.
 
-The sets of a mixture may come more or less often: of one that comes half as often, each epoch takes the next half, so that all of it
-is drawn in the end.
+The sets of a mixture may occur more or less often: of a set with weight 0.5, each epoch takes the next half, so all of it is drawn
+eventually.
 
-The generator stands here, in a few lines, because an order that a resume must find again may not depend on the release of
-Python or numpy. It is SplitMix64 (Steele, Lea, Flood 2014), seeded through SHA-256.
+The random generator is implemented here because a resume must reproduce the order, which therefore must not depend on the release
+of Python or numpy. It is SplitMix64 (Steele, Lea, Flood 2014), seeded through SHA-256.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MASK = (1 << 64) - 1
 
 
 class Stream:
-    """A stream of random numbers that is the same for the same words everywhere and for ever."""
+    """A stream of random numbers that is the same for the same words, on every machine and in every release."""
 
     def __init__(self, *words: int | str) -> None:
         text = "/".join(str(word) for word in words)
         self._state = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
     def next(self) -> int:
-        """The next number below 2**64."""
+        """The next integer, in [0, 2**64)."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._state
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -36,7 +36,7 @@ class Stream:
         return mixed ^ (mixed >> 31)
 
     def uniform(self) -> float:
-        """A number in [0, 1), of 53 random bits."""
+        """A number in [0, 1) with 53 random bits."""
         return (self.next() >> 11) * 2.0**-53
 
     def below(self, bound: int) -> int:
@@ -67,30 +67,30 @@ def example_of_draw(draw: int, examples: int, seed: int, *, shuffle: bool = True
     return _permutation(examples, seed, epoch)[position] if shuffle else position
 
 
-@lru_cache(maxsize=4)  # the epoch that is under way, and the next one when draws reach ahead
+@lru_cache(maxsize=4)  # the epoch in progress, and the next one when draws reach ahead
 def _permutation(examples: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(Stream("order", seed, epoch).sample(range(examples), examples))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A set whose examples come more or less often than once in an epoch."""
+    """A set whose examples occur more or less often than once in an epoch."""
 
     name: str
-    """Name of the set. Its draws depend on this name, and not on the sets beside it."""
+    """Name of the set. Its draws depend on this name, not on the other sets."""
     places: tuple[int, ...]
-    """Positions of its examples, among all."""
+    """Indices of its examples, among all examples."""
     weight: float
-    """Times that they come in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
+    """Occurrences of each example in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
 
     @property
     def extra_examples(self) -> int:
-        """Number of examples that come once more than the others."""
+        """Number of examples that occur once more than the others."""
         count = round(self.weight % 1 * len(self.places))
         return count if self.weight >= 1 else max(1, count)
 
     def dealt(self, epoch: int, seed: int) -> Iterator[int]:
-        """Examples that come once more: each epoch takes the next ones in a cyclic order."""
+        """Examples that occur once more: each epoch takes the next ones in a cyclic order."""
         order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
         return (
             order[(epoch * self.extra_examples + n) % len(order)]
@@ -99,7 +99,7 @@ class Share:
 
 
 def among(shares: Sequence[Share], kept: Sequence[int]) -> tuple[Share, ...]:
-    """The shares if only the places in `kept` are left, renumbered from 0."""
+    """The shares reduced to the indices in `kept`, renumbered from 0."""
     place = {old: new for new, old in enumerate(kept)}
     left = (replace(s, places=tuple(place[n] for n in s.places if n in place)) for s in shares)
     return tuple(share for share in left if share.places)
@@ -118,10 +118,10 @@ class Order:
         self._always = [n for n in range(examples) if n not in shared] + again
         self._epochs: dict[int, list[int]] = {}
         self.length = len(self._always) + sum(share.extra_examples for share in shares)
-        """Draws of an epoch."""
+        """Draws per epoch."""
 
     def example(self, draw: int) -> int:
-        """The place of the example that a draw gets."""
+        """The index of the example for a draw."""
         if not self._shares:
             return example_of_draw(draw, self._examples, self._seed, shuffle=self._shuffle)
         epoch, turn = divmod(draw, self.length)

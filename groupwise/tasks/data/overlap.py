@@ -1,4 +1,4 @@
-"""Held-out rows that are trained on: what makes two rows the same, and which are on both sides."""
+"""Held-out rows that are also trained on: when two rows count as the same, and which rows are on both sides."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ SameAs = Callable[[Example], str]
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Equal for prompts that ask the same in the same words."""
+    """Equal for prompts with the same words."""
     return json.dumps(prompt, sort_keys=True, default=str)
 
 
 def same_prompt(example: Example) -> str:
-    """Rows are the same where their prompts are: the model sees nothing else."""
+    """Rows are the same if their prompts are: the model sees nothing else."""
     return prompt_key(example.prompt)
 
 
 def same_row(example: Example) -> str:
-    """Rows are the same where all of their columns are: an environment may make another task of each."""
+    """Rows are the same if all of their columns are: an environment may make a different task of each."""
     return json.dumps([example.prompt, example.columns], sort_keys=True, default=str)
 
 
 def warning_of_overlap(shared: int, held_out: int, *, instead: str) -> str | None:
-    """A warning that held-out prompts are trained on, with their number; None if none is. `instead`: what to do."""
+    """A warning that held-out prompts are trained on, with their number; None if there are none. `instead`: what to do."""
     if not shared:
         return None
     return (

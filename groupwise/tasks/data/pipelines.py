@@ -2,10 +2,10 @@
 
     generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
     deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
-    module:function           a function of your own, row → row or None; also path/to/file.py:function
+    module:function           your own function, row → row or None; also path/to/file.py:function
     a name                    one that an installed package announces as entry point of the group `groupwise.preprocessing`
 
-A row for which the function gives None is left out and counted. All columns that it gives reach the rewards.
+A row for which the function returns None is left out and counted. All columns that it returns are passed to the rewards.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ KIND = "preprocessing pipeline"
 
 
 def generic(row: Row) -> Row:
-    """The prompt has to be text."""
+    """Preprocesses rows whose prompt must be text."""
     if not isinstance(row["prompt"], str):
         raise Unusable("the prompt is no text, which the pipeline generic takes (deepseek: chats)")
     return row
 
 
 def deepseek(row: Row) -> Row:
-    """The prompt is a chat and stays one; text is what its user says."""
+    """Keeps a chat prompt as it is; a text prompt becomes a user message."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return {**row, "prompt": [{"role": "user", "content": prompt}]}
@@ -45,22 +45,22 @@ BUILT_IN: Mapping[str, Callable[[Row], Row]] = {"generic": generic, "deepseek": 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A pipeline that was found by its name."""
+    """A pipeline, as found by its name."""
 
     name: str
     function: Callable[[Row], object]
     file: str | None = None
-    """File that holds the function; None if it comes with the package."""
+    """File that holds the function; None if it is part of the package."""
     answer: str = "reference"
-    """Second name that a built-in pipeline gives the column `answer`, unless a column has that name."""
+    """Second name under which a built-in pipeline stores the column `answer`, unless the row already has that column."""
 
     @property
     def may_make_prompts(self) -> bool:
-        """True if rows without a prompt may get one from it."""
+        """True if the pipeline may add the prompt to rows that have none."""
         return self.name not in BUILT_IN
 
     def __call__(self, row: Row) -> Row:
-        """The row as it comes out. Raises Unusable for one to be left out, TaskError for what the function does wrongly."""
+        """The processed row. Raises Unusable for a row to leave out, TaskError if the function misbehaves."""
         if self.name in BUILT_IN:
             # A row without a prompt stays as it is: code that needs one checks for it.
             if row.get("prompt") is None:
@@ -82,7 +82,7 @@ class Pipeline:
 
 
 def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:
-    """A pipeline by its name, for the rows of a teacher or for prompts. Raises TaskError, with the names that there are, for none."""
+    """The pipeline with this name, for teacher rows or for prompts. Raises TaskError that lists the known names if there is none."""
     if name in BUILT_IN:
         answer = "completion" if teacher else "reference"
         return Pipeline(name, BUILT_IN[name], answer=answer)

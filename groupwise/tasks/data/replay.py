@@ -1,13 +1,13 @@
 """The replay buffer: prompts that have been solved before, kept to be drawn again.
 
-Each entry has the statistics of the groups that its prompt was given: their number n, the running mean μ of their mean rewards, and
-the variance (Welford 1962). What is drawn again is chosen by the upper confidence bound (UCB1; Auer, Cesa-Bianchi, Fischer 2002, §2)
+Each entry has the statistics of its prompt's groups: their number n, the running mean μ of their mean rewards, and the variance
+(Welford 1962). Entries are chosen by the upper confidence bound (UCB1; Auer, Cesa-Bianchi, Fischer 2002, §2)
 
     score = μ + exploration · √(ln Σn / n)        entries with n = 0 first, the older of equals first
 
-or, with probability `mix_exploit_ratio`, by the best μ alone. Failures are credited like successes, so that an entry which was
-solved by luck sinks. A full buffer gives up the entry of the smallest μ, and only for a newcomer that is strictly better. What was
-given up or refused may come back.
+or, with probability `mix_exploit_ratio`, by the best μ only. Failures are credited like successes, so an entry that was solved by
+luck sinks. A full buffer evicts the entry with the smallest μ, and only for a new entry that is strictly better. Evicted or refused
+prompts may be added later.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReplayConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A warm-up that never ends, and a part of no threshold."""
+        """A warm-up that never ends, and a threshold of an unknown part."""
         if self.warmup_entries > self.capacity:
             yield Conflict(
                 f"warmup_entries is {self.warmup_entries}, but capacity is {self.capacity}, so that nothing would ever be drawn "
@@ -83,13 +83,13 @@ class ReplayConfig(Strict):
 
 @dataclass(slots=True)
 class Entry:
-    """A prompt with what was seen of it."""
+    """A prompt with the statistics of its groups."""
 
     key: str
     payload: Any
     """The caller's data for the prompt, as plain JSON; the buffer only keeps it."""
     count: int = 0
-    """Groups (or single rewards) that were credited: n."""
+    """Number n of groups (or single rewards) that were credited."""
     mean: float = 0.0
     """Mean of these rewards: μ."""
     squares: float = 0.0
@@ -97,11 +97,11 @@ class Entry:
 
     @property
     def variance(self) -> float:
-        """Population variance of the rewards seen; 0 below two."""
+        """Population variance of the rewards seen; 0 with fewer than two."""
         return self.squares / self.count if self.count > 1 else 0.0
 
     def credit(self, reward: float) -> None:
-        """One more reward."""
+        """Add one reward to the statistics."""
         self.count += 1
         delta = reward - self.mean
         self.mean += delta / self.count
@@ -118,7 +118,7 @@ def key_of(prompt: Prompt) -> str:
 
 
 class ReplayBuffer:
-    """Prompts with reward statistics. All of it is deterministic; chance comes from the stream that `sample` is given."""
+    """Prompts with reward statistics. It is deterministic; randomness comes only from the stream passed to `sample`."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class ReplayBuffer:
         self.exploration = exploration
         self.mix_exploit_ratio = mix_exploit_ratio
         self.evicted = 0
-        """Entries given up for better ones."""
+        """Entries evicted for better ones."""
         self.refused = 0
-        """Newcomers that were not taken: not finite, or no better than what is there."""
+        """New entries that were not added: reward not finite, or no better than the worst entry."""
         self._entries: dict[str, Entry] = {}
 
     def __len__(self) -> int:
@@ -151,9 +151,9 @@ class ReplayBuffer:
         return tuple(self._entries.values())
 
     def add(self, prompt: Prompt, reward: float | None = None, payload: Any = None) -> bool:
-        """Keep a prompt; None for a reward that is not known yet. Returns whether it is a new entry.
+        """Add a prompt; `reward` is None if it is not known yet. Returns True if it is a new entry.
 
-        A prompt that is there already is credited with the reward, and takes the new payload.
+        If the prompt is already in the buffer, it is credited with the reward and gets the new payload.
         """
         key = key_of(prompt)
         if reward is not None and not math.isfinite(reward):
@@ -174,12 +174,12 @@ class ReplayBuffer:
         return True
 
     def add_group(self, prompt: Prompt, rewards: Iterable[float], payload: Any = None) -> bool:
-        """Keep the prompt of a scored group, with the mean of its rewards; see `add`."""
+        """Add the prompt of a scored group, with the mean of its rewards; see `add`."""
         values = list(rewards)
         return self.add(prompt, fmean(values) if values else math.nan, payload)
 
     def update(self, prompt: Prompt, reward: float) -> bool:
-        """Credit a prompt with a reward, high or low, if it is kept and the reward is finite. Returns whether it was."""
+        """Credit a prompt with a reward, high or low, if it is kept and the reward is finite. Returns True if it was credited."""
         entry = self._entries.get(key_of(prompt))
         if entry is None or not math.isfinite(reward):
             return False
@@ -187,7 +187,7 @@ class ReplayBuffer:
         return True
 
     def sample(self, count: int, stream: Stream) -> list[Entry]:
-        """Draws `count` different entries, or all if there are fewer: each the best that is left, by mean or by bound."""
+        """Draws `count` different entries, or all if there are fewer: each time the best remaining one, by mean or by bound."""
         # An entry without rewards sorts last (mean −∞): it is not known to be good.
         by_mean = sorted(
             self._entries.values(), key=lambda entry: -(entry.mean if entry.count else -math.inf)
@@ -220,13 +220,13 @@ class ReplayBuffer:
         self.evicted, self.refused = state["evicted"], state["refused"]
 
     def _upper_confidence_bound(self, entry: Entry, total: int) -> float:
-        """The upper confidence bound; infinite for what has never been seen."""
+        """The upper confidence bound; infinite for an entry without rewards."""
         if entry.count == 0:
             return math.inf
         return entry.mean + self.exploration * math.sqrt(math.log(total) / entry.count)
 
     def _made_room(self, reward: float | None) -> bool:
-        """Give up the entry of the smallest mean, the oldest of equals, for one of this reward."""
+        """Evict the entry with the smallest mean (the oldest of equals) if `reward` is better. Returns True if there is room."""
         seen = [entry for entry in self._entries.values() if entry.count]
         if reward is None or not seen:
             return False

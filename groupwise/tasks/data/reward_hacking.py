@@ -1,11 +1,11 @@
-"""Watches a run for signals of reward hacking: turns each step's groups into metrics, and warns when a signal begins or ends.
+"""Watches a run for signals of reward hacking: turns each step's groups into metrics, and warns when a signal starts or ends.
 
-A committed step reports its groups. Only those that were not chosen for their reward count: fresh ones, including rejected ones.
-Others (from the easy pool, drawn again) would show the choice, not the policy. A signal begins when its strength reaches 1 and ends
-when it falls below `ENDS`, so that a signal at its threshold does not come and go.
+A committed step reports its groups. Only fresh groups count, including rejected ones: they were not selected by reward. Groups from
+the easy pool or the replay buffer would reflect the selection, not the policy. A signal starts when its strength reaches 1 and ends
+when it falls below `ENDS`; this hysteresis keeps a signal at its threshold from flickering.
 
-Nothing here draws anything, raises anything or stops anything. The state is part of the checkpoint, so that a resumed run warns
-at the same steps as an uninterrupted one.
+Nothing here uses randomness, raises errors or stops the run. The state is part of the checkpoint, so a resumed run warns at the
+same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from groupwise.tasks.data.reward_hacking_detectors import (
 from groupwise.tasks.data.reward_hacking_statistics import least, symptoms
 
 Argument: TypeAlias = tuple[str, str]
-"""A reward's name, and that of one of its arguments."""
+"""A reward's name and the name of one of its arguments."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ NEW_METRICS = (
     "distinct_ngrams",
     "same_answers",
 )
-"""Symptoms that become metrics under their names; the others are metrics already."""
+"""Statistics that become metrics under their names; the others are already metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Seen:
 
 
 class Signals:
-    """The watch over one run."""
+    """The signals of one run."""
 
     def __init__(self, config: SignalsConfig, rewards: Collection[Argument] = ()) -> None:
         """`rewards`: the arguments of reward functions that name columns."""
@@ -69,7 +69,7 @@ class Signals:
         self._active: set[str] = set()
 
     def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
-        """A step, an index from 0, is about to be committed with these groups; `entropy` is that of its tokens (nats)."""
+        """Process the groups of step `step` (from 0), just before it is committed; `entropy` is the mean entropy of its tokens (nats)."""
         fresh = [group for group in groups if group.origin == "fresh"]
         rows = [group.example.columns for group in groups]
         for argument in [
@@ -126,7 +126,7 @@ class Signals:
         return reward is not None and reward.ready
 
     def _warn_of_unknown_part(self) -> None:
-        """Once, in case that the name is wrong."""
+        """Warn once if a configured part name never occurs, because it may be misspelt."""
         chosen = self.config.accuracy_part
         parts = [name.partition("/")[2] for name in self._gauges if name.startswith("gain/")]
         if chosen is not None and chosen not in parts:
@@ -172,7 +172,7 @@ class Signals:
 
 
 def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningRecord | None:
-    """The warning that a signal begins or ends after `steps` steps; None if nothing changes."""
+    """The warning that a signal starts or ends after `steps` steps; None if nothing changes."""
     begins, ends = not was and finding.strength >= 1, was and finding.strength < ENDS
     if not (begins or ends):
         return None

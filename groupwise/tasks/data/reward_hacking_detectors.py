@@ -1,9 +1,9 @@
-"""Signals of reward hacking: when the numbers of a run's steps say that the reward may be earned in another way than was meant.
+"""Signals of reward hacking: statistics of a run's steps that suggest the reward is earned in an unintended way.
 
-Each signal is a function from what is known of the steps (`Sight`) to how far it is from being given (`Finding.strength`): the
-smallest of its conditions, each in units of its threshold, so that 1 means that all of them hold. A move counts only
-if it is beyond the noise of steps, too (`Gauge.errors`). Every number is compared with its own start, because what is usual differs
-from task to task; see `groupwise.tasks.data.reward_hacking_statistics` for the numbers.
+Each signal is a function of the step statistics (`Sight`). Its `Finding.strength` is the smallest of its conditions, each in units
+of its threshold, so 1 means that all conditions hold. A movement counts only if it also exceeds the noise of steps
+(`Gauge.errors`). Every number is compared with its own start, because normal values differ from task to task; see
+`groupwise.tasks.data.reward_hacking_statistics` for the numbers.
 
 None of this proves anything: a longer proof may be a better one. A signal says where to read.
 """
@@ -21,13 +21,13 @@ from groupwise.tasks.data.drift import Gauge
 from groupwise.tasks.data.success import SOLVED, part_of_success
 
 BY_PROMPT = re.compile(r"reward|rewards/.+/mean|(pass|avg|maj)@\d+")
-"""Metrics of an evaluation that each prompt has a value of."""
+"""Metrics of an evaluation that have a value for each prompt."""
 LEFT_TO_EARN = 0.2
-"""Share of the range of rewards seen so far that is still to be earned, below which it is no matter that completions are alike."""
+"""Diversity is not reported as low once less than this share of the reward range seen so far is left to gain."""
 LOST = 0.5
-"""Share of what a part gave at the start that it loses to another: less is the price of any progress."""
+"""Share of its start value that a part must lose to another; a smaller loss is normal in any progress."""
 SATURATED = 0.2
-"""Spread of a part within groups, as a share of that of its start, below which nearly everybody earns the same with it."""
+"""Spread of a part within groups, relative to its start, below which nearly all completions earn the same with it."""
 
 
 class SignalsConfig(Strict):
@@ -129,11 +129,11 @@ class Finding:
     """A detector's result: the strength of a signal, and its explanation."""
 
     strength: float
-    """The signal is active at 1 or more."""
+    """1 or more means that the signal is active."""
     text: str
     """The meaning of the signal, in words for the user."""
     values: dict[str, float] = field(default_factory=dict[str, float])
-    """The numbers behind it, under readable names."""
+    """The numbers that support it, under readable names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ class Sight:
     config: SignalsConfig
     gauges: Mapping[str, Gauge]
     lowest: float
-    """Reward of a rollout so far; likewise the highest."""
+    """Lowest reward of a rollout so far; `highest` likewise."""
     highest: float
     least: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The lowest weight × value of each part that a rollout got so far."""
+    """The lowest weight × value of each part in any rollout so far."""
 
     def ready(self, name: str) -> Gauge | None:
-        """The number of that name, if it has a start to compare with."""
+        """The gauge with that name, if it has a start to compare with."""
         gauge = self.gauges.get(name)
         return gauge if gauge is not None and gauge.ready else None
 
@@ -158,13 +158,13 @@ class Sight:
         return gauge.errors(self.config.memory) / self.config.noise
 
     def parts(self, kind: str) -> dict[str, Gauge]:
-        """The reward parts with that number: `value`, `gain`, `spread`, `share`."""
+        """The gauges of one statistic (`value`, `gain`, `spread` or `share`), by reward part."""
         names = [name for name in self.gauges if name.startswith(f"{kind}/") and self.ready(name)]
         return {name.partition("/")[2]: self.gauges[name] for name in names}
 
     @property
     def accuracy(self) -> str | None:
-        """The part that says whether a task is solved."""
+        """The part that measures whether a task is solved."""
         names, chosen = self.parts("gain"), self.config.accuracy_part
         if chosen is not None:
             return chosen if chosen in names else None
@@ -182,9 +182,9 @@ def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
 
 
 def length(sight: Sight) -> Finding | None:
-    """Completions have grown, and of the completions of a prompt the longer ones earn more.
+    """Completions have grown, and among completions of one prompt the longer ones earn more.
 
-    Reward models pay for length in this way (Singhal et al. 2023, arXiv 2310.03716).
+    Reward models are known to reward length in this way (Singhal et al. 2023, arXiv 2310.03716).
     """
     lengths, paid = sight.ready("length"), sight.ready("length_correlation")
     if lengths is None or paid is None or lengths.mean <= 0:
@@ -239,10 +239,10 @@ DIVERSE = {
 
 
 def diversity(sight: Sight) -> Finding | None:
-    """The policy explores much less, and earned nothing for it.
+    """The policy explores much less, without a gain in reward.
 
-    Learning itself trades entropy for reward (Cui et al. 2025, arXiv 2505.22617): a fall counts only where the reward has not risen,
-    and where there is more to earn than most completions do.
+    Learning itself trades entropy for reward (Cui et al. 2025, arXiv 2505.22617): a fall counts only if the reward has not risen
+    and is still well below the best seen.
     """
     reward = sight.ready("reward")
     falls = {
@@ -282,15 +282,15 @@ def sameness(sight: Sight) -> Finding | None:
 
 
 def dominance(sight: Sight) -> Finding | None:
-    """One part, which is not that of accuracy, decides nearly alone what is reinforced, and gains at the cost of another one."""
+    """One part, other than accuracy, determines almost alone what is reinforced, and gains at the cost of another one."""
     gains, found = sight.parts("gain"), list[Finding]()
     for name, share in sight.parts("share").items():
         if name == sight.accuracy or name not in gains:
             continue
         for other, gain in gains.items():
-            # The share that the part has lost of its start value: relative to its size, or to its height above the least value seen if
-            # that is more (penalties). In its own units, because all of a light part is little beside what a
-            # heavy one gains.
+            # The share that the part has lost of its start value: relative to its size, or to its height above the least
+            # value seen if that is more (penalties). Measured in the part's own units, because the whole of a low-weight part
+            # is small compared with the gain of a high-weight one.
             least = sight.least.get(other)
             start = gain.mean
             had = max(abs(start), start - least) if least is not None else abs(start)
@@ -307,7 +307,7 @@ def dominance(sight: Sight) -> Finding | None:
 
 
 def accuracy(sight: Sight) -> Finding | None:
-    """The reward rises, and the part that says whether a task is solved falls; or it stays, and another one has nothing left to give."""
+    """The reward rises while the part that measures success falls; or success stays flat and another part is saturated."""
     name, reward = sight.accuracy, sight.ready("reward")
     if name is None or reward is None or len(sight.parts("gain")) < 2:
         return None
@@ -326,24 +326,24 @@ def accuracy(sight: Sight) -> Finding | None:
 
 
 def _course(sight: Sight, name: str) -> dict[str, float]:
-    """A part's own value at the start and now, for people."""
+    """A part's own value at the start and now, for the report."""
     value = sight.ready(f"value/{name}")
     return {f"{name} at the start": value.mean, f"{name} now": value.now} if value else {}
 
 
 def _not_risen(sight: Sight, gauge: Gauge) -> float:
-    """1 or more where a rise is within the noise."""
+    """1 or more if any rise is within the noise."""
     return 2 - sight.movement(gauge)
 
 
 def _left_to_earn(sight: Sight, reward: Gauge) -> float:
-    """1 or more where the reward is well below the best that was seen."""
+    """1 or more if the reward is well below the best seen."""
     seen = sight.highest - sight.lowest
     return (sight.highest - reward.now) / seen / LEFT_TO_EARN if seen > 0 else 0.0
 
 
 def _saturation(sight: Sight, but: str) -> float:
-    """1 or more where another part than `but` has risen, and hardly differs within groups any more."""
+    """1 or more if a part other than `but` has risen and hardly differs within groups any more."""
     gains, spreads = sight.parts("gain"), sight.parts("spread")
     return max(
         (
@@ -359,4 +359,4 @@ SUSPICIONS: dict[str, Callable[[Sight], Finding | None]] = {
     each.__name__: each
     for each in (length, truncation, repetition, diversity, sameness, dominance, accuracy)
 }
-"""The signals of steps by name; `held_out` is one of evaluations, see `groupwise.tasks.data.divergence`."""
+"""The signals computed from steps, by name; `held_out` is computed from evaluations, see `groupwise.tasks.data.divergence`."""

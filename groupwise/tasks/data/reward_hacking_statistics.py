@@ -1,4 +1,5 @@
-"""Statistics of a step's groups that show how the policy earns its reward: lengths, repetition, diversity, contribution of each part.
+"""Statistics of a step's groups that show how the policy earns its reward: lengths, repetition, diversity, contribution of each
+part.
 
 Texts count if the policy wrote something, even if scoring failed; rewards count if the rollout was scored. A number without any
 value is left out of a step; groups of one, for example, have nothing to compare within. In rollouts of several turns, only the
@@ -10,7 +11,7 @@ policy's own text counts, and n-grams do not span turns.
     length_correlation     Pearson's r of length and reward within groups: both less their group's mean, all groups together
     repetition             mean of 1 − distinct n-grams / n-grams of a completion's tokens (seq-rep-n of Welleck et al. 2019,
                            arXiv 1908.04319; n = 3 here)
-    repeated_lines         mean share of a completion's lines that stand in it before; blank ones do not count
+    repeated_lines         mean share of a completion's lines that occur earlier in it; blank ones do not count
     distinct_completions   mean over groups of (distinct texts − 1) / (members − 1)
     distinct_ngrams        mean over groups of (u − m) / (s − m): u distinct n-grams of the group, s the sum of its members' own
                            numbers, m the largest of them. 1: no two members share one; 0: one member has all. Unlike distinct-n
@@ -35,13 +36,13 @@ from dataclasses import dataclass
 from groupwise.core.types import Group, Rollout
 
 NGRAM = 3
-"""Tokens of an n-gram: pairs repeat in any good text, and longer ones miss loops with a small change in them."""
+"""Length of an n-gram in tokens: pairs repeat in any good text, and longer ones miss loops with small changes."""
 TIED = 1e-9
-"""Rewards of a group that differ by less, relative to their size, are the same but for rounding."""
+"""Rewards of a group count as equal if their relative difference is below this (rounding)."""
 
 
 def symptoms(groups: Sequence[Group]) -> dict[str, float]:
-    """The statistics above that these groups have, if finite."""
+    """The statistics listed above for these groups; those without a finite value are left out."""
     texts = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
     found = {
         **_lengths(groups),
@@ -62,7 +63,7 @@ class _Written:
     text: str
     ngrams: frozenset[tuple[int, ...]]
     count: int
-    """N-grams, repeated ones as often as they occur."""
+    """Number of n-grams, including repeated ones."""
 
     @staticmethod
     def of(rollout: Rollout) -> _Written:
@@ -100,7 +101,7 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float | None]:
 
 
 def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    """Pearson's r of pairs within groups; None where one side does not vary."""
+    """Pearson's r of pairs within groups; None if one side does not vary."""
     both = first = second = 0.0
     for pairs in groups:
         xs, ys = _subtract_mean([x for x, _ in pairs]), _subtract_mean([y for _, y in pairs])
@@ -136,7 +137,7 @@ def _not_shared(sets: Sequence[frozenset[tuple[int, ...]]]) -> float:
 def _same_answers(
     groups: Sequence[Group], texts_of_groups: Sequence[Sequence[_Written]]
 ) -> float | None:
-    """Over all pairs of completions of two examples: how many are the same."""
+    """Share of the pairs of completions of two different examples that are the same text."""
     of_example: dict[int, Counter[str]] = {}
     for group, texts in zip(groups, texts_of_groups, strict=True):
         counts = of_example.setdefault(group.example.index, Counter())
@@ -177,7 +178,7 @@ def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
 
 
 def least(groups: Sequence[Group]) -> dict[str, float]:
-    """The lowest weight × value of each part that a scored rollout got; of those that are finite."""
+    """The lowest finite weight × value of each part in a scored rollout."""
     found: dict[str, float] = {}
     for rollout in (rollout for group in groups for rollout, _ in _rollouts_with_rewards(group)):
         for name, value in _part_contributions(rollout).items():

@@ -1,12 +1,12 @@
 """Selects the example of each draw of a run: the next one, an easy one, or one that was solved before.
 
-The draws of a block (a step, or as many draws as a step has) are chosen together, from what is known when the block begins. Each slot
-first goes to the easy pool with that pool's probability; of the remaining slots, the last ones go to the replay buffer; the rest go to
-the examples in the order of their epoch, some of which a curriculum may pass over. Examples that a block did not use, because few of
-its groups had to be drawn again, go to the next block.
+The draws of a block (a step, or as many draws as a step has) are chosen together, from the state at the start of the block. Each
+slot first goes to the easy pool with that pool's probability; of the remaining slots, the last ones go to the replay buffer; the
+rest take the next examples of the epoch, some of which a curriculum may skip. Examples that a block did not use, because few of its
+groups had to be redrawn, go to the next block.
 
-A committed step reports the results of its draws. Everything random follows from the config's seed and the block. Everything else is
-part of the checkpoint, including the choices of blocks under way, so that a resume draws them again.
+A committed step reports the results of its draws. Randomness depends only on the config's seed and the block. Everything else is
+part of the checkpoint, including the choices of blocks in progress, so a resume repeats them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Choice:
     origin: Origin
     pool: Pool
     index: int
-    """Position of the example in its pool."""
+    """Index of the example in its pool."""
     again: int | None = None
-    """The draw whose completions are trained again; None: new completions are sampled."""
+    """The earlier draw whose completions are reused for training; None if new completions are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +49,31 @@ class Sizes:
     """Order of the examples."""
     easy: int
     block: int
-    """Prompts of a step."""
+    """Prompts per step."""
 
 
 class Selection:
-    """The choices of one run, and what they depend on."""
+    """The example choices of one run, with the state they depend on."""
 
     def __init__(
         self, config: DataConfig, seed: int, sizes: Sizes, *, replay_from: int = 0
     ) -> None:
-        """`replay_from`: the step before which nothing is drawn again."""
+        """`replay_from`: the first step that may use the replay buffer."""
         self._config = config
         self._seed = seed
         self._sizes = sizes
         self._replay_from = replay_from
         self._cursor = 0
-        """The next turn in the order of the examples."""
+        """The next position in the order of the examples."""
         self._unused: list[int] = []
-        """Examples whose turn has come, and that no draw got."""
+        """Examples whose turn came but that no draw used."""
         self._passed_over = 0
-        """Times that the curriculum let an example's turn pass."""
+        """Number of turns that the curriculum skipped."""
         self._blocks: dict[int, list[Choice]] = {}
         self._under_way: dict[int, Choice] = {}
         """Choices by draw."""
         self._kept: set[int] = set()
-        """Draws of the step under way whose prompts are to be kept, whatever `success_threshold` says."""
+        """Draws of the current step whose prompts are kept regardless of `success_threshold`."""
         replay = config.replay
         self.replay = (
             ReplayBuffer(replay.capacity, replay.exploration, replay.mix_exploit_ratio)
@@ -85,7 +85,7 @@ class Selection:
 
     @property
     def turns(self) -> int:
-        """Examples whose turn in the order has come and was used or passed over."""
+        """Number of turns in the order that were used or skipped."""
         return self._cursor - len(self._unused)
 
     @property
@@ -95,11 +95,11 @@ class Selection:
 
     @property
     def turns_in_an_epoch(self) -> int:
-        """Turns of one pass over the data."""
+        """Turns per pass over the data."""
         return self._sizes.order.length
 
     def plan(self, block: int, step: int, slots: int) -> None:
-        """Choose for the slots of a block that begins at a step; what was chosen before stands."""
+        """Choose the examples for the slots of a block that starts at a step; a block that is already planned stays unchanged."""
         if block in self._blocks:
             return
         easy = [self._easy(block, slot, step) for slot in range(slots)]
@@ -112,21 +112,21 @@ class Selection:
         ]
 
     def take(self, block: int, slot: int, draw: int) -> Choice:
-        """The example of a draw, by its slot in a block that was planned."""
+        """The example for a draw, by its slot in a planned block."""
         choice = self._under_way[draw] = self._blocks[block][slot]
         return choice
 
     def finish(self, block: int, used: int) -> None:
-        """A block is over, and `used` of its slots were used; the rest goes to later blocks."""
+        """End a block of which `used` slots were used; the unused examples go to later blocks."""
         left = self._blocks.pop(block, [])[used:]
         self._unused = [choice.index for choice in left if choice.origin == "fresh"] + self._unused
 
     def keep(self, draws: Iterable[int]) -> None:
-        """Keep the prompts of these draws to be drawn again, once their step is committed; nothing without a replay buffer."""
+        """Keep the prompts of these draws for replay once their step is committed; does nothing without a replay buffer."""
         self._kept.update(draws)
 
     def observe(self, groups: Iterable[Group]) -> None:
-        """Learn what came of the draws of a committed step, in this order."""
+        """Update the pools with the results of a committed step's draws, in this order."""
         groups = list(groups)
         for sought in self._sought:
             if text := sought.missing(groups):
@@ -139,7 +139,7 @@ class Selection:
         self._kept.clear()
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """The share and success of each kind of group that a step trains, and what the pools know by now."""
+        """The share and success of each kind of group that a step trains, and statistics of the pools."""
         found: dict[str, float] = {}
         if self._config.easy_pool:
             found["data/easy_probability"] = self._config.easy_pool.probability(step)
@@ -179,7 +179,7 @@ class Selection:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; parts that are missing there start empty."""
+        """The inverse of `state`; missing parts start empty."""
         self._cursor, self._unused = state["cursor"], list(state.get("unused", ()))
         self._passed_over = state.get("passed_over", 0)
         blocks = state.get("blocks", {})
@@ -211,9 +211,9 @@ class Selection:
         return replay.sample(most, Stream("replay", self._seed, block))
 
     def _fresh(self) -> Choice:
-        """An example that an earlier block left over, else the next in order that the curriculum lets pass.
+        """An example that an earlier block left over, else the next in order that the curriculum accepts.
 
-        If it lets none of a whole round pass, the likeliest of them.
+        If it accepts none in a whole round, the likeliest of them.
         """
         if self._unused:
             return Choice("fresh", "main", self._unused.pop(0))
@@ -230,7 +230,7 @@ class Selection:
         assert best is not None, "there are examples"
         return Choice("fresh", "main", best)
 
-    # Learning what came of it
+    # Learning from the results
 
     def _note_difficulty(self, group: Group, choice: Choice) -> None:
         config = self._config.curriculum
@@ -241,7 +241,7 @@ class Selection:
             self.curriculum.observe(choice.index, solved, members)
 
     def _note_for_replay(self, group: Group, choice: Choice) -> None:
-        """Credit a prompt that is kept, whatever came of it; keep one that was solved."""
+        """Credit a prompt that is in the buffer with the result of its group; add one that was solved, or that `keep` named."""
         config, replay = self._config.replay, self.replay
         if replay is None or config is None:
             return

@@ -1,12 +1,12 @@
-"""SFT rows, in any of the forms that people keep them in, as checked examples.
+"""SFT rows in any of the common forms, as checked examples.
 
     messages                   a conversation; also with `tools` and `chat_template_kwargs`
     prompt, completion         both text, or both messages, or messages and a text
     text                       (or the column that `dataset_text_field` names) trained whole
     input_ids, labels          tokens; labels -100 are not trained (or `completion_mask`, `assistant_masks`; without: trained whole)
 
-A formatting function turns rows of any other form into text or messages first. A row has the first form whose columns it has: tokens,
-then messages, prompt and completion, text. Nothing here tokenises: that is done where the tokenizer is known.
+A formatting function turns rows of any other form into text or messages first. A row is read in the first form whose columns it
+has: tokens, then messages, prompt and completion, text. Tokenisation happens elsewhere, where the tokenizer is known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from groupwise.tasks.data.messages import (
 )
 
 IGNORED = -100
-"""The label of a token that does not teach."""
+"""Label of a token that is not trained."""
 
 MASKS = ("completion_mask", "assistant_masks")
 HOLDING = "`messages`, `prompt` and `completion`, `text`, or `input_ids`"
@@ -42,16 +42,16 @@ class Conversation:
 
     messages: tuple[Message, ...]
     begins: int = 0
-    """Messages before this one are the prompt: an assistant's turn among them is not trained."""
+    """Index of the first message after the prompt: assistant turns before it are not trained."""
     tools: tuple[Any, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     prefill: str = ""
-    """Words that the message at `begins` starts with and that are the end of the prompt."""
+    """The start of the message at `begins` that belongs to the prompt and is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text to be written after another one."""
+    """A text to be written after a prompt text."""
 
     prompt: str
     completion: str
@@ -66,7 +66,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids and which of them teach (1), as given by the data set."""
+    """Token ids and a mask of the trained ones (1), as given by the dataset."""
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -87,7 +87,7 @@ class TeacherExample:
 def teacher_example(
     index: int, row: Mapping[str, Any], *, text_field: str, where: str
 ) -> TeacherExample:
-    """The row as what it holds. Raises TaskError that starts with `where` and names the row."""
+    """The example made of a row. Raises TaskError with a message that starts with `where` and names the row."""
     here = f"{where}: row {number_of(row, index)}"
     row = named_messages(dict(row))
     match _form(row, text_field):
@@ -113,7 +113,7 @@ def teacher_example(
 
 
 def has_form(row: Mapping[str, Any], text_field: str) -> bool:
-    """True if a row can be taken as it is."""
+    """True if a row has one of the forms, so no formatting function is needed."""
     return _form(named_messages(dict(row)), text_field) is not None
 
 
@@ -188,7 +188,7 @@ def _text(value: Any, where: str, name: str) -> str:
 
 
 def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
-    """`input_ids` with `labels`, with a mask or with neither; lists, arrays or tensors."""
+    """The tokens of a row: `input_ids` with `labels`, with a mask or with neither; lists, arrays or tensors."""
     ids = _integers(row["input_ids"], where, "input_ids")
     if row.get("labels") is not None:
         labels = _integers(row["labels"], where, "labels")
@@ -225,7 +225,7 @@ def _check_mask(tokens: Tokens, where: str) -> Tokens:
 
 
 def _integers(value: Any, where: str, name: str) -> tuple[int, ...]:
-    """A list, array or tensor of whole numbers; one row of a batch of one is taken out of it."""
+    """The whole numbers of a list, array or tensor; a batch of one row is unpacked."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     if (
         isinstance(plain, list)
@@ -253,7 +253,7 @@ def _no_form(row: Mapping[str, Any], text_field: str, where: str) -> str:
 
 
 def _prompt_of(content: Content) -> Prompt:
-    """The text before the first trained word; empty if all of it is trained, or only tokens are known."""
+    """The text before the first trained word; empty if everything is trained, or only tokens are known."""
     match content:
         case Completion(prompt=prompt):
             return prompt

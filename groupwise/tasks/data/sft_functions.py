@@ -1,7 +1,7 @@
-"""The functions that a task may bring for a teacher's rows: one that formats them, one that collates them.
+"""The functions that a task may define for teacher rows: a formatting function and a collator.
 
-`get_sft_formatting_func` gives a function from a row, or a batch of columns, to text or messages. `get_sft_data_collator` gives one from
-rows to a batch of transformers, whose labels are used as they are.
+`get_sft_formatting_func` gives a function from a row, or a batch of columns, to text or messages. `get_sft_data_collator` gives one
+from rows to a batch of transformers, whose labels are used as they are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from groupwise.core.types import like, number_of
 from groupwise.tasks.data.sft import IGNORED, Tokens, tokens_of
 
 FORMLESS = ("messages", "prompt", "completion", "input_ids", "labels")
-"""Columns that a formatted row no longer has, because they would say that it has another form."""
+"""Columns removed from a formatted row, because they would indicate another form."""
 
 
 def format_rows(
     rows: Sequence[dict[str, Any]], function: Callable[[Any], Any], *, text_field: str, where: str
 ) -> list[dict[str, Any]]:
-    """The rows made by a formatting function, which takes one row or a batch of columns; its answer to one row shows which."""
+    """The rows made by a formatting function, which takes one row or a batch of columns; its result for one row shows which."""
     first = _answer(function, rows[0], where)
     if _is_formatted(first):
         made = [first, *(_answer(function, row, where) for row in rows[1:])]
@@ -39,9 +39,9 @@ def collate(
     tokens: Sequence[int] | None,
     where: str,
 ) -> Tokens:
-    """One row as a collator makes it. It gets `input_ids` and `attention_mask`, or the row itself where it asks for other columns.
+    """One row collated. The collator gets `input_ids` and `attention_mask`, or the row itself if it asks for other columns.
 
-    `tokens` are None where the row has no form that could be tokenised.
+    `tokens` are None if the row has no form that can be tokenised.
     """
     what = f"{where}: get_sft_data_collator's collator failed"
     if tokens is None:
@@ -51,23 +51,23 @@ def collate(
     def call() -> Any:
         try:
             return collator([feature])
-        except KeyError:  # it asks for a column
+        except KeyError:  # it needs another column
             return collator([{**row, **feature}])
 
     return _of_collator(run_user_code(call, what=what), where)
 
 
 def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
-    """The function's result for one row; if it fails with that, for a batch of this row."""
+    """The function's result for one row; if that fails, for a batch of this row."""
 
     def call() -> Any:
         try:
             return function(dict(row))
         except Exception as error:
-            # whatever it raises, it may be one for batches
+            # after any exception: the function may be one for batches
             try:
                 made = function({name: [value] for name, value in row.items()})
-            except Exception:  # noqa: BLE001 - it fails with both, so the first failure is told
+            except Exception:  # noqa: BLE001 - it fails with both, so the first failure is reported
                 raise error from None
             if not isinstance(made, list) or _is_formatted(made):
                 raise
@@ -77,7 +77,7 @@ def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) 
 
 
 def _is_formatted(value: Any) -> bool:
-    """Text, or messages: a list of dicts with roles."""
+    """True for text, or messages: a list of dicts with roles."""
     if isinstance(value, list) and value:
         return all(isinstance(entry, Mapping) for entry in cast("list[Any]", value))
     return isinstance(value, str)
@@ -108,7 +108,7 @@ def _of_batch(
 
 
 def _with_formatted(row: dict[str, Any], made: Any, text_field: str, where: str) -> dict[str, Any]:
-    """The row's columns, with what was made of them in place of the form that it had."""
+    """The row's columns, with the formatted value in place of the original form."""
     if not _is_formatted(made):
         raise TaskError(
             f"{where}: get_sft_formatting_func's function made {type(made).__name__} of it. Expected text or chat messages."

@@ -1,7 +1,7 @@
 """Makes a task's rows from those of a source, and counts the rows that it cannot use.
 
-A task makes its own of each row, or raises `Unusable` with the reason. Such rows are left out and counted by it, and so are those that
-come to the same as an earlier one; where the task's config is strict, the first of them is refused with its number.
+A task converts each row, or raises `Unusable` with the reason. Such rows are left out and counted by reason, and so are duplicates
+of earlier rows. If the task's config is strict, the first such row is refused with its number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAME = "it is the same as an earlier row"
 
 
 def question_key(question: str) -> str:
-    """Equal for questions that differ in case and white space alone."""
+    """Equal for questions that differ only in case and white space."""
     return " ".join(question.split()).casefold()
 
 
@@ -34,10 +34,11 @@ def usable(
     remedy: str,
     again: Callable[[Made, Made], str] = lambda earlier, later: SAME,
 ) -> tuple[list[Made], Counter[str]]:
-    """The rows made by `make`, and counts of the rows left out, by reason; rows are the same if `same` is equal,
-    and `again` says of the later one why it is left out.
+    """The rows made by `make`, and counts of the rows left out, by reason. Rows are duplicates if `same` is equal; `again` returns
+    the reason why the later one is left out.
 
-    Raises TaskError where no row is left, with the `remedy`, or one is not `strict`ly. `source` is who has the rows.
+    Raises TaskError with the `remedy` if no row is left, or with `strict` if any row is unusable. `source` names the source of the
+    rows.
     """
     made: dict[Hashable, Made] = {}
     left_out: Counter[str] = Counter()

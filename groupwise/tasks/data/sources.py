@@ -1,13 +1,13 @@
-"""Rows from where data lie: a file here, a folder of files, or a dataset on the hub.
+"""Reads rows from a source: a local file, a folder of files, or a dataset on the hub.
 
     read_source("data/train.jsonl")
     read_source("data/sums.csv", split="train[:90%]", columns={"prompt": "question", "answer": "solution"})
     read_source("openai/gsm8k", "main", split="train", revision="e53f048")
 
-A source is a file or folder where one of that name exists, where it begins with `.`, `/` or `~`, where it has more than one `/`, or
-where it ends like a file that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds
-names: ours, then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a
-`TaskError` that names the file, and the line where there is one.
+A source is local if a file or folder of that name exists, or if the name starts with `.`, `/` or `~`, has more than one `/`, or has
+the suffix of a supported file; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds names: ours,
+then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Unreadable data raise a `TaskError` that names
+the file and, if known, the line.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from groupwise.tasks.data.order import Stream
 Row = dict[str, Any]
 
 TRAIN = "train"
-"""The split that a file without splits is."""
+"""The split of a file that has no splits."""
 
 SAVED_SPLITS, SAVED_STATE = "dataset_dict.json", "state.json"
-"""Files that `save_to_disk` of the library datasets writes beside the rows: for several splits, and for one."""
+"""Files that `save_to_disk` of the library datasets writes next to the rows: for several splits, and for one."""
 
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _LONGEST_CELL = 2**31 - 1
-"""Characters in a cell of CSV; Python's own limit of 131,072 is below the length of a long answer."""
+"""Most characters in a CSV cell; Python's default limit of 131,072 is too small for long answers."""
 
 
 def read_source(
@@ -53,10 +53,11 @@ def read_source(
     revision: str | None = None,
     seed: int | None = None,
 ) -> list[Row]:
-    """The rows of a source, the first `limit` of those in `split`, or with a `seed` a sample. Raises TaskError, also where there are none.
+    """The rows of a source: the first `limit` of those in `split`, or with a `seed` a random sample. Raises TaskError, also if
+    there are none.
 
-    `split` may have a slice: `train[:100]`, `train[10%:]`. A file has the split `train` alone; a folder has a file for each of its
-    own, such as `test.jsonl`. `config` and `revision` (a commit, tag or branch) are the hub's.
+    `split` may have a slice: `train[:100]`, `train[10%:]`. A file has only the split `train`; a folder has a file for each split,
+    such as `test.jsonl`. `config` and `revision` (a commit, tag or branch) are the hub's.
     """
     if is_local(source):
         given = {"config": config, "revision": revision}
@@ -75,14 +76,14 @@ def read_source(
 
 
 def sample(count: int, limit: int | None, seed: int) -> list[int]:
-    """The places, in their order, of `limit` rows of so many, each equally likely; of all where there are no more."""
+    """Indices, in ascending order, of `limit` rows out of `count`, each equally likely; of all rows if there are no more."""
     if limit is None or limit >= count:
         return list(range(count))
     return sorted(Stream("sample", seed).sample(range(count), limit))
 
 
 def is_local(source: str) -> bool:
-    """True if a source is a file or folder here, rather than the name of a dataset on the hub."""
+    """True if a source is a local file or folder, rather than the name of a dataset on the hub."""
     path = Path(source).expanduser()
     return (
         path.exists()
@@ -93,7 +94,7 @@ def is_local(source: str) -> bool:
 
 
 def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
-    """The rows with columns under our names beside their own; a row that lacks one of them stays without it."""
+    """The rows with columns also under our names; a row that lacks one of them stays without it."""
     if not columns:
         return list(rows)
     there = dict.fromkeys(name for row in rows for name in row)
@@ -109,7 +110,7 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
 
 
 def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str:
-    """The message that no row has a column; `use` says what it was wanted for."""
+    """The message that no row has a column; `use` says why it is needed."""
     near = nearest(name, there)
     hint = f" Did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
     columns = ", ".join(there) or "none"
@@ -136,7 +137,7 @@ def _at(row: Row, path: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A split's name and the part of it that is meant, as `train[10%:]` says."""
+    """A split's name and the selected slice of it, as in `train[10%:]`."""
 
     name: str
     start: str | None
@@ -198,7 +199,8 @@ def _local(source: str, split: str, limit: int | None, seed: int | None) -> list
 def _files_of(folder: Path, split: str) -> list[Path]:
     """The files of a split: `train.jsonl`, or in pieces `train-00000-of-00002.parquet`, also in the folder `data`.
 
-    Of a folder that `save_to_disk` of the library datasets made those that it lists, which are the split `train` unless it says which.
+    In a folder made by `save_to_disk` of the library datasets, the files that it lists; they are the split `train` unless it names
+    another.
     """
     saved = folder / split if (folder / SAVED_SPLITS).is_file() else folder
     if (saved / SAVED_STATE).is_file():
@@ -283,7 +285,7 @@ def _json(file: Path) -> Iterator[Row]:
 
 
 def _csv(file: Path, between: str = ",") -> Iterator[Row]:
-    """Every value is text: nothing in the file says otherwise."""
+    """Rows of a CSV file. Every value is text, because CSV has no types."""
     text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     before = csv.field_size_limit(_LONGEST_CELL)
     try:
@@ -329,7 +331,7 @@ def _arrow(file: Path) -> Iterator[Row]:
         arrow.ipc.open_stream(memory) as batches,
     ):
         for batch in batches:
-            batch.validate(full=True)  # else offsets that lie read beyond the file's end
+            batch.validate(full=True)  # otherwise invalid offsets read beyond the end of the file
             yield from batch.to_pylist()
 
 
@@ -346,7 +348,7 @@ def _pyarrow(file: Path, module: str) -> Any:
 def _reading_as(file: Path, kind: str) -> Generator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:  # what pyarrow raises is one of these
+    except (OSError, ValueError, RuntimeError) as error:  # pyarrow raises one of these
         raise TaskError(f"{file} cannot be read as {kind}: {error}") from error
 
 
@@ -441,10 +443,10 @@ def _of_hub(
 
 
 def row_numbers(dataset: Any) -> Sequence[int] | None:
-    """The numbers that the rows of a Dataset have in its split, of which it may be a slice or shuffled; None: they count from 0.
+    """The indices of a Dataset's rows in its original split, of which it may be a slice or shuffled; None if they count from 0.
 
-    A Dataset of the library datasets remembers which slice was loaded, and how it was filtered, shuffled or selected from; only where one
-    piece was selected, it forgets where that began.
+    A Dataset of the library datasets remembers which slice was loaded, and how it was filtered, shuffled or selected from; only if
+    a single contiguous piece was selected, its start is lost.
     """
     match = _SPLIT.fullmatch(str(getattr(dataset, "split", None)))
     splits: Mapping[str, Any] = getattr(getattr(dataset, "info", None), "splits", None) or {}

@@ -1,7 +1,8 @@
 """Decides if a rollout has solved its example, by the task's own reward.
 
-What is trained on or counted as a success goes by a part that the config names, by one with accuracy in its name, or by the total.
-The signals of reward hacking ask more widely which part would say so (`part_of_success`): the total is what they doubt.
+Success is judged by the reward part that the config names, else by a part with accuracy in its name, else by the total reward. The
+signals of reward hacking also accept other part names (`part_of_success`) and never use the total, because the total is what they
+question.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SOLVED = (
     "won",
     "all_satisfied",
 )
-"""Other parts that say how far an example is solved, as the rewards of the package, its tasks and examples call them."""
+"""Other parts that measure how far an example is solved, as named by the package's rewards, tasks and examples."""
 
 
 def successes(group: Group, threshold: float, part: str | None) -> tuple[int, int]:
@@ -45,9 +46,9 @@ def success_value(rollout: Rollout, part: str | None) -> float | None:
 
 
 def part_of_success(names: Iterable[str]) -> str | None:
-    """The part that is known by its name to say whether an example is solved.
+    """The part whose name shows that it measures whether an example is solved.
 
-    The first with accuracy in its name, else the first of SOLVED, with or without the label of a task before it.
+    The first with accuracy in its name, else the first of SOLVED, with or without a task label as prefix.
     """
     there = list(names)
     candidates = (name for name in there if name.rpartition("/")[2] in SOLVED)
@@ -63,15 +64,15 @@ def check_part(key: str, part: str | None, names: Collection[str], described: st
 
 @dataclass(slots=True)
 class SoughtPart:
-    """A part that a key names, looked for in a run's groups: nothing else shows which parts an environment gives."""
+    """A part that a config key names. It is searched for in a run's groups, because only they show which parts an environment gives."""
 
     key: str
     name: str | None
     settled: bool = False
-    """True once it was found, or the user was warned."""
+    """True once the part was found or the user was warned."""
 
     def missing(self, groups: Sequence[Group]) -> str | None:
-        """A warning that rollouts were scored and none of them has the part; given once, in case the name is wrong."""
+        """A warning that rollouts were scored and none of them has the part; given once, because the name may be wrong."""
         scored = [rollout for group in groups for rollout in group.scored]
         if self.settled or self.name is None or not scored:
             return None

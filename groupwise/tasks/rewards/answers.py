@@ -1,11 +1,11 @@
 r"""Finds the answer in a text, and decides if it matches the gold answer.
 
-An answer is what stands in the last answer tag, else in the last `\boxed{}`, else what the last line calls the answer; boxes with only
-commas and `and` between them are one answer. What stands in a completion's reasoning, before `</think>` or behind a
+The answer is the content of the last answer tag, else of the last `\boxed{}`, else the text that the last line calls the answer;
+boxes with only commas and `and` between them are one answer. Text in a completion's reasoning, before `</think>` or after a
 `<think>` that is not closed, is never an answer.
 
-An answer matches if its text is that of the gold answer, if both are the same words, choice or time of day, or if both are parsed as
-mathematics, with nothing left over, and mean the same (see `math_parser` and `meaning`).
+An answer matches if its text is that of the gold answer, if both are the same words, choice or time of day, or if both are parsed
+as mathematics, with nothing left over, and mean the same (see `math_parser` and `meaning`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from groupwise.tasks.rewards.math_parser import LONGEST, Node, ParseError, parse
 from groupwise.tasks.rewards.meaning import trees_match
 from groupwise.tasks.rewards.units import is_unit, words_of
 
-# Where an answer stands
+# Locating the answer
 
 _HEADING = re.compile(r"\W*(?:final\s+)?answer\W*", re.IGNORECASE)
 _DENIED = re.compile(
     r"\b(?:incorrect|wrong|not|unclear|unsure)\b|n['’]t\b|\b(?:if|whether)\s+(?:the\s+)?(?:final\s+)?$",
     re.IGNORECASE,
 )
-"""Before `answer` in a line that gives none."""
+"""Text before `answer` in a line that announces no answer."""
 _ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$", re.IGNORECASE)
 
 
 def final_line_answer(text: str) -> str | None:
-    """The answer that the last line announces, `#### 72`, `Answer: 72`, `So the answer is 72.`, or that stands in it below the
-    heading `Answer`; None where nothing is called so."""
+    """The answer that the last line announces, `#### 72`, `Answer: 72`, `So the answer is 72.`, or that follows a heading `Answer`;
+    None if no line does.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
         return lines[-1].strip("* ")
@@ -55,12 +56,12 @@ _IN_TEXT = re.compile(
 
 
 def last_number(text: str) -> str | None:
-    """The last number that a text holds, as it is written there; None where it holds none."""
+    """The last number in a text, as written; None if there is none."""
     found = [match.group() for match in _IN_TEXT.finditer(text)]
     return found[-1] if found else None
 
 
-# What surrounds an answer
+# Text around an answer
 
 _STYLED = r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|boxed|fbox)\s*\{"
 _STYLE = re.compile(_STYLED)
@@ -71,7 +72,7 @@ _SAID_FIRST = re.compile(
     rf"|=\s*|####\s*|{_SO}the(?P<what>(?:\s+[a-z]{{3,}}){{1,3}})\s+(?:is|are|was|were|equals)\s+(?=[$\\\d-])",
     re.IGNORECASE,
 )
-"""`The answer is`, `=`, `####`, and `The total cost is` before a number."""
+"""Lead-ins of an answer: `The answer is`, `=`, `####`, and `The total cost is` before a number."""
 _WRAPPED = re.compile(r"([\"'`*_])(?!\1)([^\"'`*_]+)\1")
 _ENVIRONMENT = re.compile(
     r"\\begin\{((?:align|equation|gather|split|multline)(?:ed)?\*?)\}(.*)\\end\{\1\}", re.DOTALL
@@ -80,7 +81,7 @@ _BOLD_FIRST = re.compile(r"\*\*([^*]+)\*\*(?![\w(\\{*^])")
 
 
 def strip_wrapping(text: str) -> str:
-    """An answer without what surrounds it: a box, Markdown, dollars, quotes, `The answer is`, a full stop, a style around the whole."""
+    """An answer without its wrapping: a box, Markdown, dollars, quotes, `The answer is`, a full stop, a style around the whole."""
     text = text.strip()
     before = None
     while text != before:
@@ -102,7 +103,7 @@ def _without_box(text: str) -> str:
 
 
 def _without_bold(text: str) -> str:
-    """`**72** apples`: bold alone at the beginning; `**3**2` stays."""
+    """Removes bold only at the beginning, as in `**72** apples`; `**3**2` is unchanged."""
     return _BOLD_FIRST.sub(r"\1", text, count=1) if text.startswith("**") else text
 
 
@@ -138,7 +139,7 @@ def _without_announcement(text: str) -> str:
 
 
 def _without_full_stop(text: str) -> str:
-    """But for `p.m.` and an ellipsis."""
+    """Removes a full stop at the end, but not of `p.m.` or an ellipsis."""
     return text if text.endswith((".m.", "...")) else text.removesuffix(".")
 
 
@@ -160,7 +161,7 @@ _UNWRAPPING: tuple[Callable[[str], str], ...] = (
 
 
 def answer_matches(gold: str, answer: str) -> bool:
-    """True if an answer matches one gold answer. The first rule below that knows answers of their kind decides."""
+    """True if an answer matches one gold answer. The first comparison below that applies to this kind of answer decides."""
     if len(answer) > LONGEST or not answer.strip():
         return False
     expected, given = strip_wrapping(gold), strip_wrapping(answer)
@@ -180,13 +181,13 @@ def answer_matches(gold: str, answer: str) -> bool:
 
 
 def _words_match(gold: str, answer: str) -> bool | None:
-    """None if one of them is not words alone."""
+    """Compares words; None if either side is not only words."""
     one, other = as_words(gold), as_words(answer)
     return None if one is None or other is None else one == other
 
 
 def as_words(text: str) -> str | None:
-    """Words as they are compared, without case and styles; None for what has digits or symbols of mathematics."""
+    """Words as they are compared, without case and styles; None for text with digits or mathematical symbols."""
     plain = re.sub(r"\s+", " ", _UPRIGHT.sub(r"\1", text)).strip().strip("().").strip()
     return plain.casefold() if re.fullmatch(r"[^\W\d_]{2,}(?:[ '’-][^\W\d_]+)*", plain) else None
 
@@ -200,13 +201,13 @@ _LETTER_WITH_TEXT = re.compile(
 _TAKEN_BACK = re.compile(
     r"\s\(?[A-H][).:]\s*\S|[,;]\s*\(?[A-H]\W*$|\bis [A-H]\W*$|^ is(?:n['’]t)?\b|\b(?:wrong|incorrect)\b|\bis not (?:right|correct)\b"
 )
-"""Behind the letter of a choice: another choice, or that it is none."""
+"""Text after the letter of a choice that takes it back: another choice, or a denial."""
 _GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
 """The beginning of a gold answer that is a choice with its text, `(B) 12`; names such as `E. coli` do not match."""
 
 
 def _choices_match(gold: str, answer: str) -> bool | None:
-    """Compares choices by letter, and by text if both have one: `(B)`, `B` and `B. 12` match; None if the gold answer is no choice."""
+    """Compares choices by letter, and by text if both have one: `(B)`, `B` and `B. 12` match; None if the gold answer is not a choice."""
     expected, chosen = _choice(gold), _choice(answer)
     if expected is None or (
         expected[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
@@ -219,7 +220,7 @@ def _choices_match(gold: str, answer: str) -> bool | None:
 
 
 def _choice(text: str) -> tuple[str, str] | None:
-    """The letter of a choice, `(c)`, `C` or `C.`, and its text, of `C. 12` the 12."""
+    """The letter of a choice, `(c)`, `C` or `C.`, and its text (for `C. 12`, the 12)."""
     unstyled = _UPRIGHT.sub(r"\1", text).strip()
     if found := _LETTER.fullmatch(unstyled):
         return (found[1] or found[2]).upper(), ""
@@ -231,7 +232,7 @@ _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re
 
 
 def _times_match(gold: str, answer: str) -> bool | None:
-    """None if one of them is not a time of day. `17:00` is `5:00 p.m.`"""
+    """Compares times of day; None if either side is not one. `17:00` matches `5:00 p.m.`"""
     one, other = _time_of_day(gold), _time_of_day(answer)
     return None if one is None or other is None else one == other
 
@@ -248,14 +249,14 @@ def _time_of_day(text: str) -> tuple[int, int, int, str] | None:
 
 
 def normalized_text(text: str) -> str:
-    """A text as it is compared character by character: no spaces but between digits, no braces around single characters."""
+    """A text as it is compared character by character: spaces only between digits, no braces around single characters."""
     joined = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", plain_signs(text))
     return re.sub(r"\{([^{}\\])\}", r"\1", joined)
 
 
 @lru_cache(maxsize=4096)
 def parse_answer(text: str, known: frozenset[str]) -> Node | None:
-    """An unwrapped answer parsed as mathematics, with the words in `known` as units; None if it cannot be parsed whole."""
+    """An unwrapped answer parsed as mathematics, with the words in `known` as units; None if it cannot be parsed completely."""
     try:
         return parse(text, known)
     except ParseError:
@@ -266,7 +267,7 @@ def parse_answer(text: str, known: frozenset[str]) -> Node | None:
 
 
 def matches_literally(gold: str, answer: str) -> bool:
-    """True if an answer equals the gold one without any calculation: the same number in digits, or the same characters."""
+    """True if an answer equals the gold one without calculation: the same number in digits, or the same characters."""
     if len(answer) > LONGEST or not answer.strip():
         return False
     expected, given = literal_number(gold), literal_number(answer, gold)
@@ -277,10 +278,10 @@ def matches_literally(gold: str, answer: str) -> bool:
 
 
 def literal_number(text: str, gold: str | None = None) -> Fraction | None:
-    """The number that a text writes in digits, of a quantity without its unit, of 50 % the 50; None for what must be worked out.
+    """The number that a text writes in digits, without its unit (for 50 %, 50); None if it must be calculated.
 
-    Words behind it are its unit if the `gold` answer has them, units and plurals always; without a gold answer all but those that
-    change a number.
+    Words after it count as its unit if the `gold` answer has them; units and plurals always do. Without a gold answer all words do,
+    except those that change the number.
     """
     known = words_of(text if gold is None else gold)
     tree = parse_answer(strip_wrapping(text), known) if len(text) <= LONGEST else None
@@ -292,7 +293,7 @@ MOST_DIGITS = 4_000
 
 
 def voting_key(answer: str) -> str | None:
-    """A text that is the same for answers that mean the same, as far as each shows by itself; None for an empty answer."""
+    """A text that is the same for answers that mean the same, as far as each answer alone shows; None for an empty answer."""
     if len(answer) > LONGEST:
         return None
     number = literal_number(answer)

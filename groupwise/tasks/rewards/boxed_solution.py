@@ -1,7 +1,7 @@
-"""The solution's side: model-written code is loaded here, and does what the tests in the other box ask of it.
+"""The solution's side: model-written code is loaded here and executes the calls of the tests in the other sandbox.
 
-Nothing here judges. The tests are not here, nor what they expect: a solution sees the arguments of its calls, and what it answers
-is all that it can say. Whatever it does to this process, it does to itself.
+This process does not judge. It has neither the tests nor their expected values: a solution sees only the arguments of its calls and
+can affect the verdict only through its return values. Damage to this process hurts only the solution.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from groupwise.tasks.rewards.sandbox_child import known_names
 from groupwise.tasks.rewards.sandbox_kernel import FIRST_CHANNEL
 
 MODULE = "solution"
-"""The name of the module that the solution is."""
+"""The module name of the solution."""
 WRAPPER = "Solution"
-"""The class whose methods answers in the way of LeetCode are."""
+"""The class that holds the methods of a LeetCode-style answer."""
 
 
 def serve(code: str, *, common_imports: bool) -> None:
-    """Serve the tests until they have ended; `common_imports`: common modules need no import, see `known_names`."""
+    """Serve the tests until they end. `common_imports`: common modules need no import, see `known_names`."""
     _Solution(code, MessageSocket(FIRST_CHANNEL), common_imports=common_imports).serve()
-    os._exit(0)  # no thread of the solution is waited for
+    os._exit(0)  # do not wait for threads of the solution
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
     },
 }
-"""Operations that the tests may ask of an object that stays here."""
+"""Operations that the tests may request on an object that stays in this process."""
 
 
 class _Solution:
@@ -80,7 +80,7 @@ class _Solution:
         self._operations = {**OPERATIONS, "load": self._load, "name": self._look_up}
 
     def serve(self) -> None:
-        """Answer one question after the other."""
+        """Answer requests one after the other."""
         self._line.send({"ready": True})
         with suppress(Lost):
             while True:
@@ -88,7 +88,7 @@ class _Solution:
 
     def _answer(self, question: dict[str, Json]) -> None:
         try:
-            # The answer, and those of the shown arguments that it changed.
+            # The result, and the passed arguments that the call changed.
             arguments = [self._ledger.read(each) for each in question["arguments"]]
             keywords = {name: self._ledger.read(each) for name, each in question["named"]}
             before = self._contents(question["shown"])
@@ -110,9 +110,9 @@ class _Solution:
         return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
 
     def _load(self) -> list[str]:
-        """Run the solution's text; the names that there are then.
+        """Run the solution's code and return the names that it defined.
 
-        What it does once it has defined something is an example of its use, such as one that reads input, which may fail.
+        Statements after its first definition may fail: they are usually examples of its use, such as ones that read input.
         """
         sys.modules[MODULE] = self._module
         self._module.__dict__["__builtins__"] = known_names(common_imports=self._common_imports)
@@ -137,7 +137,7 @@ class _Solution:
 
     @cached_property
     def _wrapper(self) -> Any:
-        """The object whose methods are meant where the module has no function of a name."""
+        """The instance whose methods are used if the module has no function with that name."""
         return vars(self._module)[WRAPPER]()
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:

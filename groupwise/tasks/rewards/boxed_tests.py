@@ -1,16 +1,16 @@
-"""The tests' side: they run here, one by one, and judge what the solution in the other box answers.
+"""The tests' side: they run here, one by one, and judge the results of the solution in the other sandbox.
 
-What a test calls of the solution runs over there; what comes back is compared here. A plain value is Python's own once it is here.
-Anything else is a `Remote`: it can be called, asked for attributes and items, iterated, measured, and compared with others of its
-kind. It never equals a plain value and does no arithmetic with one, because the solution would be asked for its own mark then. The rule
-behind all of it: what a test expects never goes over.
+Calls of the solution run in the other process; their results are compared here. A plain value becomes a built-in Python value here.
+Anything else is a `Remote`: it supports calls, attributes, items, iteration, `len`, and comparison with other remotes. It never
+equals a plain value and does no arithmetic with one, because then the solution would decide its own verdict. The general rule:
+expected values are never sent to the solution.
 
-A name that a test uses is, in this order: its own, Python's (unless it is the entry point), a module of the standard library, what a
-common module has under it (unless nothing else is read), the solution's; with an entry point the solution gives that alone. So a solution
-that defines `sorted`, `AssertionError`, `math` or `isclose` changes nothing for the tests.
+A name that a test uses is, in this order: its own, Python's (unless it is the entry point), a module of the standard library, the
+name's meaning in a common module (unless nothing else is read), the solution's. With an entry point the solution provides only
+that. So a solution that defines `sorted`, `AssertionError`, `math` or `isclose` changes nothing for the tests.
 
-Verdicts go out on the second channel: `tests` (how many there are), one `passed` for each, `done`; or `broken`, where the tests
-cannot be run here and nothing is said about the solution.
+Verdicts are sent on the second channel: `tests` (the number of tests), one `passed` for each, `done`; or `broken` if the tests
+cannot be run here, which says nothing about the solution.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CHECK = "check"
 
 
 class BrokenTests(Exception):
-    """The tests cannot be run, whatever the solution is."""
+    """The tests cannot be run, with any solution."""
 
 
 def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
@@ -67,12 +67,12 @@ def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
         verdicts.send({"broken": str(broken)})
 
 
-# What is to be run
+# Finding the tests
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A piece of the tests' text."""
+    """A piece of the tests' code."""
 
     body: list[ast.stmt]
     is_test: bool
@@ -83,40 +83,43 @@ class Step:
         return ast.unparse(ast.Module(self.body, type_ignores=[]))[:_MAX_CHARACTERS_OF_TEST]
 
     def run(self, names: dict[str, Any]) -> None:
-        """Execute it with these names, and add its own."""
+        """Execute it with these names, and add the names that it defines."""
         module = ast.Module(self.body, type_ignores=[])
         exec(compile(module, "<tests>", "exec", dont_inherit=True), names)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The tests of one row, in their order, and the names that they need from outside."""
+    """The tests of one row, in order, and the names that they need from outside."""
 
     steps: tuple[Step, ...]
     names: frozenset[str]
     """Names that the tests read; the solution may have them."""
     modules: frozenset[str]
-    """Modules of the standard library whose attributes they read; the solution's names of that kind are not meant."""
+    """Modules of the standard library whose attributes they read; the solution's modules of the same name are not used."""
     library: Mapping[str, str]
-    """Names of common modules that they read without an import, and their module: those too are not meant to be the solution's."""
+    """Names of common modules that the tests read without an import, with their module: these do not refer to the solution's names
+    either.
+    """
     own: frozenset[str]
     """Names that the tests define or import themselves."""
     entry_point: str | None
 
     @property
     def tests(self) -> tuple[Step, ...]:
-        """The steps that count."""
+        """The steps that count as tests."""
         return tuple(step for step in self.steps if step.is_test)
 
     @classmethod
     def of(
         cls, tests: str | Sequence[str], entry_point: str | None, *, helped: bool = True
     ) -> Plan:
-        """Find the tests. In a text they are each statement that checks something, each function `test_…`, and `check(candidate)`, which
-        gets the entry point. In a list they are the entries that have one; others only prepare.
+        """Find the tests. In a text, each statement that checks something is a test, and so are each function `test_…` and
+        `check(candidate)`, which gets the entry point. In a list, the entries that contain a test count; the others only prepare.
 
-        `helped`: what a prompt defines beside the entry point stands among the tests already; else they may lack it. Raises BrokenTests
-        for what cannot be run, and where nothing is checked, or by something that is not theirs, so that any code could pass.
+        `helped`: helpers that the prompt defines in addition to the entry point are already among the tests; otherwise they may be
+        missing. Raises BrokenTests for tests that cannot be run, and if nothing is checked or the checking function is not the
+        tests' own, because then any code could pass.
         """
         texts = [tests] if isinstance(tests, str) else list(tests)
         trees = [_parse_tests(text) for text in texts]
@@ -139,7 +142,7 @@ class Plan:
         library = _library_names(trees, names - entry, alone=not entry)
         names -= library.keys()
         if helped or entry_point is None:
-            # What judges must not come from the solution.
+            # The checking functions must not come from the solution.
             checkers = {name for tree in trees for name in _checkers(tree, names)} & names
             checkers |= names & _THIRD_PARTY
             if entry_point is not None:
@@ -177,7 +180,7 @@ def _parse_tests(text: str) -> ast.Module:
 
 
 def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
-    """The statements of a text, and the calls of its functions that are tests."""
+    """The statements of a text, and calls of its functions that are tests."""
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
     tests = [each for each in functions if each.name.startswith(_TEST)]
     calls = [_call(test, []) for test in tests]
@@ -209,7 +212,7 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
 
 
 def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
-    """The functions whose call checks something, by themselves or by what they call."""
+    """The functions whose call checks something, directly or through functions that they call."""
     callers: defaultdict[str, set[str]] = defaultdict(set)
     new: set[str] = set()
     for function in (node for tree in trees for node in ast.walk(tree)):
@@ -229,7 +232,7 @@ def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
 
 
 def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
-    """True if this node, which is reached, is an assert, raise or call that checks something."""
+    """True if this reachable node is an assert, raise or call that checks something."""
     match node:
         case ast.Assert(test):
             return not (
@@ -244,7 +247,7 @@ def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
 
 
 def _name_of_call(call: ast.Call) -> str:
-    """The last part of what is called by name, else nothing."""
+    """The last part of the called name; empty if the function is not called by name."""
     match call.func:
         case ast.Name(name) | ast.Attribute(attr=name):
             return name
@@ -253,7 +256,7 @@ def _name_of_call(call: ast.Call) -> str:
 
 
 def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
-    """The asserts, raises and calls that running it may come to, as far as can be seen, in no order."""
+    """The asserts, raises and calls that may be executed with this statement, as far as static analysis shows, in no order."""
     left: list[ast.AST] = [statement]
     while left:
         match left.pop():
@@ -286,7 +289,7 @@ def _join_steps(steps: list[Step]) -> Step:
 
 
 def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
-    """The names that the texts give a meaning for all of them, and those that they read and do not have in a function of their own."""
+    """The names that the texts define globally, and the global names that they read."""
     own: set[str] = set()
     read: set[str] = set()
     for text in texts:
@@ -305,7 +308,7 @@ def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
 
 
 def _star_names(tree: ast.Module) -> Iterator[str]:
-    """Names that a text imports by a star from a common module."""
+    """Names that a text star-imports from a common module."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(str(module), [ast.alias("*")]) if module in _WITH_STARS:
@@ -323,7 +326,7 @@ def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:
-    """Modules that are not here, but for those that a text may do without."""
+    """Modules outside the standard library, except those whose import errors the text handles itself."""
     found: set[str] = set()
     left: list[ast.AST] = list(trees)
     while left:
@@ -346,8 +349,9 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
 
 
 def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool) -> dict[str, str]:
-    """Finds the names that common modules have and that serve to judge: they are called with what another name has made,
-    read without being called, or seldom anything else. `alone`: where nothing else is read, they are what is tested."""
+    """Finds the names of common modules that the tests use to judge: they are called with the result of another name, read without
+    being called, or rarely something else. `alone`: if nothing else is read, these names are themselves under test.
+    """
     judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
     found: dict[str, str] = {}
     for module in reversed(_WITH_STARS):
@@ -357,7 +361,9 @@ def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool)
 
 
 def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
-    """Names by which a test judges: `near` in `near(area(2), 12.57)`, called with what another name gave; and names read but not called."""
+    """Names with which a test judges: `near` in `near(area(2), 12.57)`, called with the result of another name; and names read but
+    not called.
+    """
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
         inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
@@ -378,13 +384,13 @@ def _public_names(module: str) -> frozenset[str]:
 
 _JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
 _THIRD_PARTY = frozenset("np numpy pd pandas torch scipy sp pytest".split())
-"""Usual names of modules outside the standard library."""
+"""Usual aliases of third-party modules."""
 _WITH_STARS = (*COMMON_MODULES, "typing")
 _COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
 
 
 def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
-    """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
+    """The first names of the calls that judge: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
     for node in ast.walk(tree):
         match node:
             case ast.Assert(test):
@@ -401,7 +407,7 @@ def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
 
 
 def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
-    """The calls whose truth an assert is about."""
+    """The calls whose truth an assert checks."""
     match test:
         case ast.Call():
             yield test
@@ -415,7 +421,7 @@ def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
 
 
 def _root(call: ast.AST) -> str:
-    """The name that an expression begins with; empty for one that begins otherwise."""
+    """The name that an expression starts with; empty if it starts otherwise."""
     while isinstance(call, ast.Call | ast.Attribute | ast.Subscript):
         call = call.func if isinstance(call, ast.Call) else call.value
     return call.id if isinstance(call, ast.Name) else ""
@@ -425,12 +431,12 @@ def _root(call: ast.AST) -> str:
 
 
 def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
-    """Yields None for each test that passes, else the reason why it fails. Raises BrokenTests."""
+    """Yields None for each test that passes, else the reason for its failure. Raises BrokenTests."""
     problem: str | None = None
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         far.load()
-        # Names that the tests do not define themselves; see above for the order.
+        # Names that the tests do not define themselves; the module docstring gives the order.
         sys.modules[MODULE] = far.as_module(
             own=(plan.own | plan.library.keys()) - {plan.entry_point}
         )
@@ -441,7 +447,7 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
         for name, module in plan.library.items():
             found[name] = getattr(importlib.import_module(module), name)
         for name in sorted(plan.modules - found.keys() - {MODULE}):
-            with suppress(ImportError):  # another system has it
+            with suppress(ImportError):  # a module of another operating system
                 found[name] = importlib.import_module(name)
         names |= found
     except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
@@ -450,7 +456,7 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
         failed = problem or _failure(step, names)
         if step.is_test:
             yield failed
-        elif failed is not None:  # as in a program, nothing that comes after it is reached
+        elif failed is not None:  # as in a program, code after a failure is not reached
             problem = failed
 
 
@@ -463,7 +469,7 @@ def _failure(step: Step, names: dict[str, Any]) -> str | None:
         raise BrokenTests(
             f"a test gives the solution what cannot go over to it ({error}): {step.text}"
         ) from error
-    except BaseException as error:  # noqa: BLE001 — whatever comes, this test has not passed
+    except BaseException as error:  # noqa: BLE001 — after any exception this test has not passed
         return f"{step.text}: {_error_text(error)}"
     return None
 
@@ -476,11 +482,11 @@ def _error_text(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
-# The solution, seen from here
+# The solution, seen from the tests
 
 
 class Far:
-    """The other end: what the solution is asked, and what it asks back."""
+    """The connection to the solution's side: requests to the solution, and its callbacks."""
 
     def __init__(self, line: MessageSocket) -> None:
         self._line = line
@@ -491,7 +497,7 @@ class Far:
             raise Lost("the solution's box does not answer")
 
     def load(self) -> None:
-        """Have the solution's text run."""
+        """Load the solution's code in the other process."""
         names = map(str, self.ask("load"))
         self.names = frozenset(n for n in names if n.isidentifier() and not n.startswith("__"))
 
@@ -503,7 +509,7 @@ class Far:
         return self._errors.class_named(*map(str, value)) if kind == "error" else value
 
     def as_module(self, own: Set[str]) -> types.ModuleType:
-        """A module for tests that import the solution. Importing all of it replaces neither Python's names nor the tests' own."""
+        """A module for tests that import the solution. A star import of it replaces neither built-in names nor the tests' own."""
         module = types.ModuleType(MODULE)
         module.__dict__["__all__"] = sorted(self.names - own - _BUILTINS - sys.stdlib_module_names)
         module.__dict__["__getattr__"] = self._attribute_of_module
@@ -515,7 +521,7 @@ class Far:
         return self.name(name)
 
     def ask(self, do: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have something done over there; its result, or what it raises."""
+        """Request an operation in the other process; returns its result or raises its exception."""
         self._ledger.showing.clear()
         question = {
             "do": do,
@@ -533,7 +539,7 @@ class Far:
         except (StopIteration, StopAsyncIteration) as error:
             if do == "next":
                 raise
-            # Else `map` and `filter` would end here in silence; generators turn it into this, too (PEP 479).
+            # Otherwise `map` and `filter` would end here silently; generators convert it in the same way (PEP 479).
             raise RuntimeError(f"{type(error).__name__} was raised") from error
 
     def _result(self, answer: dict[str, Json], shown: list[int]) -> Any:
@@ -555,12 +561,14 @@ class Far:
             arguments = [self._ledger.read(each) for each in question["arguments"]]
             keywords = {name: self._ledger.read(each) for name, each in question["named"]}
             return {"result": self._ledger.to_json(function(*arguments, **keywords))}
-        except Exception as error:  # noqa: BLE001 — the solution's to catch, as it would be without a box
+        except Exception as error:  # noqa: BLE001 — the solution may catch it, as it could without a sandbox
             return {"raised": written_error(self._ledger, error)}
 
 
 def _is_function(value: Any) -> bool:
-    """True if the solution may be given this callable, which runs here. It has the harmless ones of Python's own functions itself."""
+    """True if this callable may be passed to the solution as a callback that runs here. Harmless built-in functions are not: both
+    sides have them.
+    """
     return callable(value) and getattr(value, "__module__", None) != "builtins"
 
 
@@ -584,7 +592,7 @@ def _ask(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
 
 
 class Remote:
-    """An object of the solution that is no plain value."""
+    """An object of the solution that is not a plain value."""
 
     __slots__ = ("__weakref__", "_far")
 
@@ -595,7 +603,7 @@ class Remote:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise AttributeError(
                 name
-            )  # what Python looks for by itself is not asked for over there
+            )  # dunder names that Python looks up implicitly are not requested from the other process
         return _ask(self, "attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,10 +1,10 @@
-"""The protocol between two boxes: the tests in one of them call functions in the other.
+"""The protocol between two sandboxes: the tests in one call functions in the other.
 
-Plain values (numbers, text, bytes, lists, dictionaries, dates and the like) are sent by content: the receiver gets objects of Python's
-own types, whatever their type was before. So the side that compares is the side whose `==` is used. Any other object stays
-where it is, and the other side gets its number: `mine` is an object of the sender, `yours` one of the receiver.
+Plain values (numbers, text, bytes, lists, dictionaries, dates and the like) are sent by content: the receiver gets objects of
+built-in types, even for instances of subclasses. So a comparison uses the `==` of the side that compares. Any other object stays in
+its process, and the other side gets its number: `mine` is an object of the sender, `yours` one of the receiver.
 
-A line carries one JSON message after the other, in turns: a side that waits for an answer serves the other's requests meanwhile.
+The sockets carry one JSON message at a time, in turns: a side that waits for an answer serves the other's requests in the meantime.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from groupwise.core.processes.frames import send_frame
 
 Json = Any
 MAX_MESSAGE = 4 << 20
-"""Largest message in bytes. A longer one is no value of a test, and could fill the reader's memory."""
+"""Largest message in bytes. A longer one is not a reasonable test value and could fill the reader's memory."""
 
 SHARED: Mapping[str, Sequence[str]] = {
     "builtins": (
@@ -59,15 +59,16 @@ SHARED: Mapping[str, Sequence[str]] = {
         if not name.startswith("_") and name not in ("attrgetter", "call", "methodcaller")
     ],
 }
-"""Functions and types that both sides have, and that go over by their names, as Python's exceptions do: calling one of them with
-plain values gives a plain value. None runs a text, reads attributes by name, or opens anything, so that a solution gains nothing where a
-test calls what it was given."""
+"""Functions and types that both sides have and that are sent by name, like built-in exceptions: calling one of them with plain
+values gives a plain value. None of them executes text, reads attributes by name, or opens anything, so a solution gains nothing if
+a test calls one that it returned.
+"""
 
 _OF_ASSERTS = tuple(each.__name__ for each in AssertionError.__mro__ if each is not object)
 MOST_ITEMS = 100_000
-"""Most items taken from an iterator that goes over: all of them are read at once."""
+"""Most items taken from an iterator that is sent: all of them are read at once."""
 _HEADER = 8
-"""Bytes of a frame before its content: they say how long that is."""
+"""Bytes of the header before a frame's content; it holds the length of the content."""
 _SMALL = 1 << 63
 _TIMES: dict[str, Any] = {
     "datetime": datetime.datetime,
@@ -89,11 +90,11 @@ MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 class Lost(BaseException):
-    """The other side is gone, or sent something invalid. No test's `except Exception` catches it."""
+    """The other side has ended or sent something invalid. No test's `except Exception` catches it."""
 
 
 class NotPlain(BaseException):
-    """A value that the other side cannot be given."""
+    """A value that cannot be sent to the other side."""
 
 
 class MessageSocket:
@@ -104,7 +105,7 @@ class MessageSocket:
         self._reader = self._socket.makefile("rb")
 
     def send(self, message: Json) -> None:
-        """Send a message. Raises Lost if the other side is gone, NotPlain if the message is too long."""
+        """Send a message. Raises Lost if the other side has ended, NotPlain if the message is too long."""
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE:
             raise NotPlain(f"a value of {len(text)} bytes is too large")
@@ -114,7 +115,7 @@ class MessageSocket:
             raise Lost(str(error)) from error
 
     def receive(self) -> dict[str, Json]:
-        """The next message. Raises Lost where there is none."""
+        """The next message. Raises Lost if there is none."""
         try:
             length = int.from_bytes(self._read_bytes(_HEADER), "big")
             if length > MAX_MESSAGE:
@@ -127,7 +128,7 @@ class MessageSocket:
         return cast("dict[str, Json]", message)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._reader.close()
         self._socket.close()
 
@@ -139,7 +140,7 @@ class MessageSocket:
 
 
 class Ledger:
-    """The objects that this side has shown the other, and what it holds of the other's."""
+    """The objects that this side has sent by number, and the stand-ins for those of the other side."""
 
     def __init__(
         self,
@@ -148,9 +149,11 @@ class Ledger:
         *,
         of_tests: bool = False,
     ) -> None:
-        """`stays` says which values that are not plain may be shown by number; `stand_in` makes what stands for the other's.
+        """`stays` decides which non-plain values may be sent by number; `stand_in` creates the local stand-in for an object of the
+        other side.
 
-        `of_tests`: this is their side. What it iterates over goes over by its items; no class comes that the error of an assert is of.
+        `of_tests`: this is the side of the tests. Its iterators are sent as their items. A received AssertionError, or a base class
+        of it, is replaced by a new class, so a test cannot catch its own failed assert with it.
         """
         self._of_tests = of_tests
         self._stays = stays
@@ -161,27 +164,27 @@ class Ledger:
         self._theirs: dict[int, int] = {}
         self._earlier: list[Any] = []
         self.showing: set[int] = set()
-        """Numbers of the objects that were written as shown; the writer clears it."""
+        """Numbers of the objects sent as shown (mutable arguments); the caller clears it before each request."""
 
     def number_of(self, value: object) -> int:
-        """The number of an object here."""
+        """The number of an object of this side."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._own)
             self._own.append(value)
         return self._numbers[id(value)]
 
     def own(self, number: int) -> Any:
-        """The object here that has a number."""
+        """The object of this side with a number."""
         return self._own[number]
 
     def theirs(self, number: int) -> Any:
-        """The stand-in for the other side's object of that number."""
+        """The stand-in for the other side's object with that number."""
         return self._stand_ins[number]
 
-    # Values that go
+    # Sending values
 
     def to_json(self, value: Any, *, shown: bool = False) -> Json:
-        """A value as JSON. Of `shown` lists and their kin the other side can tell how it changed them."""
+        """A value as JSON. `shown`: mutable containers get a number, so the other side can report how it changed them."""
         if value is None or isinstance(value, bool):
             return value
         if id(value) in self._theirs:
@@ -251,7 +254,7 @@ class Ledger:
         module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
         if not (isinstance(module, str) and isinstance(name, str)):
             return None
-        module = module.removeprefix("_")  # that part of it which is written in C
+        module = module.removeprefix("_")  # without the underscore of a module's C part
         known = is_shared(module, name) and _from_module(module, name) is value
         return {"global": [module, name]} if known else None
 
@@ -264,13 +267,13 @@ class Ledger:
         return self.by_number(value)
 
     def by_number(self, value: object) -> Json:
-        """An object that stays here."""
+        """Sends an object that stays here by its number."""
         return {"mine": self.number_of(value)}
 
-    # Values that come
+    # Receiving values
 
     def read(self, encoded: Json) -> Any:
-        """The value that was written. Raises Lost for input that `written` never produces."""
+        """The value that was sent. Raises Lost for input that `to_json` never produces."""
         if not isinstance(encoded, dict):
             return encoded
         try:
@@ -317,12 +320,12 @@ class Ledger:
         return self._stand_ins[number]
 
     def _represent(self, number: int, value: Any) -> None:
-        self._earlier.append(value)  # for good: else its id would be another object's some day
+        self._earlier.append(value)  # kept for good, or its id could be reused
         self._stand_ins[number] = value
         self._theirs[id(value)] = number
 
     def put(self, number: int, encoded: dict[str, Json]) -> None:
-        """Make an object here hold what the other side has made of it."""
+        """Replace the content of an object here by what the other side has made of it."""
         target, value = self._own[number], self.read(encoded)
         if isinstance(target, dict | set):
             cast("dict[Any, Any]", target).clear()
@@ -333,7 +336,7 @@ class Ledger:
 
 
 def is_shared(module: str, name: str) -> bool:
-    """True if both boxes may use it by name: it is in `SHARED`, or an exception of Python's."""
+    """True if both sandboxes may use it by name: it is in `SHARED`, or a built-in exception."""
     if name in SHARED.get(module, ()):
         return True
     value = getattr(builtins, name, None) if module == "builtins" else None
@@ -350,7 +353,7 @@ def _from_module(module: str, name: str) -> Any:
 
 
 def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
-    """An exception as JSON: its name, the nearest that Python itself has, what it was made of, its text."""
+    """An exception as JSON: its name, its nearest built-in class, its arguments and its text."""
     try:
         made_of = [ledger.to_json(each) for each in error.args]
     except (NotPlain, RecursionError):
@@ -361,19 +364,19 @@ def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
 
 
 def builtin_of(kind: type[BaseException]) -> str:
-    """The name of the nearest exception above a class that Python itself has."""
+    """The name of the nearest built-in base class of an exception class."""
     return next(each.__name__ for each in kind.__mro__ if each.__module__ == "builtins")
 
 
 class Errors:
-    """Turns the other side's messages into exceptions; those that Python does not have get one class for each name."""
+    """Turns received errors into exceptions; exceptions that are not built in get one class for each name."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._kinds: dict[str, type[Exception]] = {}
 
     def kind(self, name: str, known: str) -> type[Exception]:
-        """The class for a name. What ends programs, such as SystemExit, becomes a RuntimeError: it shall end nothing here."""
+        """The class for a name. Exceptions that end programs, such as SystemExit, become RuntimeError, so they end nothing here."""
         base = getattr(builtins, known, None)
         if not (isinstance(base, type) and issubclass(base, Exception)):
             base = RuntimeError
@@ -384,15 +387,15 @@ class Errors:
         return self._kinds[name]
 
     def class_named(self, name: str, known: str) -> type[Exception]:
-        """The same of a class that the other side has under a name: it catches no assert of this side."""
+        """The same for a class that a name of the other side refers to: it never catches a failed assert of this side."""
         kind = self.kind(name[:200], known)
         return types.new_class(name, (Exception,)) if issubclass(AssertionError, kind) else kind
 
     def read(self, told: Mapping[str, Json]) -> Exception:
-        """The exception that was written."""
+        """The exception that was sent."""
         kind = self.kind(str(told.get("name")), str(told.get("kind")))
         made_of, text = told.get("args"), str(told.get("text"))
         try:
             return kind(*[self._ledger.read(each) for each in made_of or [text]])
-        except TypeError:  # some want other arguments than they keep
+        except TypeError:  # some constructors take other arguments than they store
             return RuntimeError(f"{kind.__name__}: {text}")

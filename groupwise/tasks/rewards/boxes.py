@@ -1,9 +1,9 @@
-r"""The answer in `\boxed{}`: what the last box of a text says, together with what belongs to it.
+r"""The answer in `\boxed{}`: the content of a text's last box, with the text that belongs to it.
 
-A box is an answer by itself where words, a relation (`x = \boxed{3}`), punctuation or the end of a formula stand around it, or a unit
-behind it. Boxes with only commas, `and` or `or` between them are one list. Where something else belongs to the box (`-\boxed{3}`,
-`2\boxed{3}`, `\sqrt{\boxed{3}}`, `not \boxed{3}`, another box in the same sentence), all of the formula or of the line is the answer, so
-that no part of it is taken for the whole.
+A box is an answer by itself if it is surrounded by words, a relation (`x = \boxed{3}`), punctuation or the end of a formula, or
+followed by a unit. Boxes with only commas, `and` or `or` between them are one list. If something else belongs to the box
+(`-\boxed{3}`, `2\boxed{3}`, `\sqrt{\boxed{3}}`, `not \boxed{3}`, another box in the same sentence), the whole formula or line is
+the answer, because a part of it could be wrong.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _JOINT = re.compile(
     r"(?:[\s$,;.*]|\\[()\[\]]|\\(?:quad|qquad|[,;:! ]))*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})(?:[\s$,;*]|\\[()\[\]])*"
     r"|\n\s*(?:[-*•]|\d+[.)])\s*[$*]*)?"
 )
-"""Between the boxes of a list."""
+"""Text between the boxes of a list."""
 _MANY = 100
-"""More boxes of a sentence than these are not looked at."""
+"""Most boxes of a sentence that are examined."""
 _NEAR = 200
-"""Characters beside a box that tell whether something belongs to it."""
+"""Characters on each side of a box that decide if something belongs to it."""
 _SENTENCE_ENDS = re.compile(r"\n|[.!?:]\s")
 
 
@@ -33,13 +33,13 @@ class _Box:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{}` or `\fbox{}`, with what belongs to it; None if there is none, or it is not closed."""
+    r"""The content of the last `\boxed{}` or `\fbox{}`, with the text that belongs to it; None if there is none, or it is not closed."""
     boxes = list(_boxes(text))
     if not boxes or boxes[-1] is None:
         return None
     whole = [box for box in boxes if box is not None]
     while len(whole) > 1 and not whole[-1].inside.strip():
-        whole.pop()  # an empty box says nothing
+        whole.pop()  # an empty box is not an answer
     together = [whole[-1]]
     apart = False
     for box in whole[-2 : -_MANY - 2 : -1]:
@@ -103,11 +103,11 @@ def _without_boxes(text: str) -> str:
 
 _DELIMITER = re.compile(r"(?<!\\)\$\$?|\\[()\[\]]")
 _FORMULA = 2_000
-"""Characters around a box in which its formula is looked for."""
+"""Characters around a box in which its formula is searched."""
 
 
 def _formula_around(text: str, start: int, end: int) -> tuple[int, int, bool]:
-    """Start and end of the formula around a place, and True; or of its line, and False, if it is in no formula."""
+    """Start and end of the formula around a position, and True; or, outside of a formula, those of its line, and False."""
     line = text.rfind("\n", 0, start) + 1
     before = list(_DELIMITER.finditer(text, max(0, start - _FORMULA), start))
     closed = _DELIMITER.search(text, end, end + _FORMULA)
@@ -122,14 +122,14 @@ _SAYS_NO = frozenset("not or and nor neither except without isn never maybe perh
 _CHANGES_IT = frozenset(
     "or nor not mod choose factorial squared cubed times plus minus over divided".split()
 )
-"""Words behind a box that make another answer of it."""
+"""Words after a box that turn it into another answer."""
 _APART_BEFORE = re.compile(
     r"(?:[=≈→⇒⟹∴:;.&(\[\"'`“‘：，；。（]|[-=]>|<[^<>\n]{1,20}>|\\\\"
     r"|\\(?:approx|implies|Rightarrow|Longrightarrow|longrightarrow|rightarrow|to|therefore|iff|equiv|in|quad|qquad"
     rf"|{_STYLES}|[,;:! $]))$"
 )
 _DASH = re.compile(r"(?:^\s*[#>]+|(?:^|\w)\s*[-*•])\s+[$*]*$")
-"""A heading, a quote, a bullet, or a dash between words: no minus."""
+"""A heading, a quote, a bullet, or a dash between words: not a minus sign."""
 _APART_BEHIND = re.compile(
     r"\s*(?:$|\^\s*\{?\s*\\circ|°|\\?%|\\(?:text\w*|mathrm|mbox)\b|\\(?:quad|qquad|right|[,;:! )\]])"
     r"|[.:;?&=≈)}\]\"'`”’。，；：？！）]|<(?=[/|a-zA-Z])|\\\\|\\(?:approx|implies|Rightarrow|iff|end)\b)"
@@ -162,7 +162,7 @@ def _ends_apart(before: str, in_formula: bool) -> bool:
 
 
 def _begins_apart(after: str, in_formula: bool) -> bool:
-    """True if the text behind a box does not belong to it."""
+    """True if the text after a box does not belong to it."""
     if not in_formula:
         after = after.lstrip("$* \t")
         if re.match(r"!?\s*$|!\s", after):

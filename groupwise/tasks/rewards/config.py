@@ -12,7 +12,7 @@ from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 
 START_LIMIT = 60.0
 DEFAULT_TASK_VARIABLE = "GROUPWISE_TASK"
-"""The environment variable that stands in for `rewards.default_task`."""
+"""The environment variable used if `rewards.default_task` is not set."""
 
 
 class InWorkers(Protocol):
@@ -27,7 +27,7 @@ class InWorkers(Protocol):
 
 
 def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
-    """Keys of worker processes that are set where `in_process`, which `does` it here, has none."""
+    """Keys of worker processes that are set although `in_process` runs the work here; `does` describes the work."""
     if section.in_process and section.workers > 1:
         yield Conflict(
             f"workers is {section.workers}, but in_process {does}; leave one out.",
@@ -41,7 +41,7 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
 
 
 def _checked_entries(entries: Sequence[Any] | None) -> Any:
-    """Each entry says which reward it is. What it stands for is looked up where a run is prepared."""
+    """Checks that each entry names a reward. The names are resolved when a run is prepared."""
     if entries is not None:
         refuse([_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
     return entries
@@ -61,7 +61,7 @@ def _problem(entry: str | dict[str, Any]) -> str | None:
 
 
 def _names_with_weight(entries: Iterable[str | dict[str, Any]] | None) -> list[str]:
-    """The names of entries that have a weight themselves."""
+    """The names of entries that have a weight of their own."""
     sections = [entry for entry in entries or () if isinstance(entry, dict)]
     return [str(section["name"]) for section in sections if "weight" in section]
 
@@ -138,11 +138,11 @@ class RewardsConfig(Strict):
 
     @property
     def names_rewards(self) -> bool:
-        """True if the config itself names the rewards, so that the task is not asked for its own."""
+        """True if the config itself names the rewards, so the task's own are not used."""
         return self.reward_funcs is not None or self.router is not None
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two answers to one question, and keys of workers where there are none."""
+        """Two keys that answer the same question, and worker keys without workers."""
         if self.reward_funcs is not None and self.router is not None:
             yield Conflict(
                 "reward_funcs and router both say which rewards there are. Leave one out; rewards for rows without a label stand "

@@ -1,8 +1,8 @@
-"""Rewards for crosswords: the letters of the gold answer, wherever they stand or in the answer tag alone.
+"""Rewards for crosswords: they look for the letters of the gold answer anywhere in the completion, or only in the answer tag.
 
-Texts are compared by their letters A–Z: accents go (é is E, æ is AE), & is AND, case, spaces and punctuation do not matter. Such a
-comparison knows no digits and no other alphabets, so a gold answer with any of these in it is refused instead of graded, and an answer
-tag that holds them beside the gold answer holds something else.
+Texts are compared by their letters A–Z: accents go (é is E, æ is AE), & is AND, case, spaces and punctuation do not matter. Digits
+and other alphabets cannot be compared in this way, so a gold answer with any of these is refused, and an answer tag with any of
+them in addition to the gold answer is wrong.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
 from groupwise.tasks.rewards.registry import reward
 
 _LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
-"""Letters that no accent makes."""
+"""Letters that are not formed with an accent."""
 
 Mode: TypeAlias = Literal["any", "contiguous", "word"]
 
 ENUMERATIONS = ("enumeration", "lengths", "expected_len", "n_letters")
-"""Columns that say how many letters the answer has: a number, a list, or text such as `(3,4)`; the first that says it counts."""
+"""Columns that may state the number of letters of the answer (a number, a list, or text such as `(3,4)`); the first that does is used."""
 
 
 @reward("crossword_accuracy")
@@ -70,7 +70,7 @@ class CrosswordAccuracy:
         log_extra: LogExtra | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
+        """A reward between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns, self.reasoning_tag)
         record_answers(log_extra, map(self._answer, texts))
@@ -90,7 +90,7 @@ class CrosswordAccuracy:
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
     def _answer(self, text: str) -> str:
-        """The content of the answer tags; without any, all text behind the reasoning."""
+        """The content of the answer tags; without any, all text after the reasoning."""
         tagged = last_tagged(text, self.answer_tag)
         return one_spelling(after_reasoning(text) if tagged is None else tagged)
 
@@ -121,9 +121,9 @@ class PureAccuracy:
         log_extra: LogExtra | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Between 0 and 1 for each completion, if the bonuses are not below 0.
+        """A reward between 0 and 1 for each completion, if the bonuses are not negative.
 
-        Raises ValueError for a row without a gold answer in letters, and for one whose enumeration no gold answer has.
+        Raises ValueError for a row without a gold answer in letters, and for one whose enumeration fits no gold answer.
         """
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
         enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
@@ -164,12 +164,12 @@ def letters(text: str) -> str:
 
 
 def one_spelling(answer: str) -> str:
-    """The letters of an answer, and what keeps it from being made of these alone: digits, and letters of other alphabets."""
+    """All letters and digits of an answer, including those that `letters` leaves out."""
     return "".join(sign for sign in _plain_capitals(answer) if sign.isalnum())
 
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
-    """True if a gold answer stands in a text. Raises ValueError if its letters do not identify it."""
+    """True if a gold answer occurs in a text. Raises ValueError if its letters do not identify it."""
     sought = _gold_letters(gold)
     if mode == "any":
         return sought in letters(text)
@@ -192,7 +192,7 @@ def length_ramp(text: str, min_words: int, full_words: int) -> float:
 
 
 def _plain_capitals(text: str) -> str:
-    """Capitals without accents, and AND, as a word of its own, for &."""
+    """The text in capitals without accents, and with AND as a separate word for &."""
     apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
     bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
     return bare.upper().translate(_LATIN)
@@ -211,7 +211,7 @@ def _words(text: str) -> list[str]:
 def _golds(
     columns: Mapping[str, Any], count: int, answer_column: str | None, tag: Tag
 ) -> list[tuple[str, ...]]:
-    """The accepted forms of each row, all of which must be made of letters."""
+    """The accepted forms of each row, all of which must consist of letters."""
     golds = gold_answers(columns, count, answer_column, tag)
     for forms in golds:
         _check_letters(forms)
@@ -224,7 +224,7 @@ def _check_letters(forms: Sequence[str]) -> None:
 
 
 def _gold_letters(gold: str) -> str:
-    """The letters of a gold answer, which must be made of letters."""
+    """The letters of a gold answer, which must consist only of letters."""
     found = letters(gold)
     if not found or _other_signs(gold):
         raise ValueError(
@@ -248,12 +248,12 @@ def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
 
 
 def _length(row: Mapping[str, Any]) -> int | None:
-    """The number of letters that the row gives for its answer; None if it gives none."""
+    """The number of letters that the row states for its answer; None if it states none."""
     for name in ENUMERATIONS:
         value = row.get(name)
         enumeration = (
             "" if value is None else str(value).removesuffix(".0")
-        )  # tables with gaps hold floats
+        )  # tables with gaps store floats
         numbers = [int(number) for number in re.findall(r"[0-9]+", enumeration)]
         if numbers:
             return sum(numbers)

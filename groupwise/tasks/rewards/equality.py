@@ -1,9 +1,10 @@
 """Decides if two mathematical expressions are equal.
 
-They are if they have the same value at several points, where each letter is a number drawn from its name. Values are exact where the
-expression is rational; elsewhere they are computed to 200 and to 400 digits, and a difference counts as none if it vanishes with them
-(see `_vanishes`). So `2^{-99}` and `2^{-98}`, or 5 and 5 + e^{-200}, are told apart. Numbers are bounded before they are computed
-(`_MAX_BITS`, `_MAX_EXPONENT`), so that no tower of powers fills the memory: what is beyond equals nothing.
+They are equal if they have the same value at several points; at each point, every letter has a number derived from its name. Values
+of rational expressions are exact; others are computed to 200 and to 400 digits, and a difference counts as zero if it shrinks with
+the precision (see `_vanishes`). So `2^{-99}` and `2^{-98}`, or 5 and 5 + e^{-200}, are distinguished. Numbers are bounded before
+they are computed (`_MAX_BITS`, `_MAX_EXPONENT`), because a tower of powers would fill the memory; an expression beyond the bounds
+equals nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from groupwise.tasks.rewards.math_parser import Node, number_node
 mpmath: Any = cast("Any", untyped)
 
 ROUNDING_RELATIVE = Fraction(1, 1_000_000)
-"""Relative rounding error allowed between a decimal and the exact value that it stands for: six digits."""
+"""Relative rounding error allowed between a decimal and the exact value that it represents: six digits."""
 ROUNDING_ABSOLUTE = Fraction(1, 100)
-"""Largest rounding error allowed, however large the number is."""
+"""Largest absolute rounding error allowed, for any size of number."""
 
 _MAX_BITS = 40_000
-"""Size of an exact numerator or denominator that is computed."""
+"""Largest exact numerator or denominator that is computed, in bits."""
 
 _MAX_EXPONENT = 1_000_000
 """Largest exponent (base e) that is computed."""
@@ -38,18 +39,18 @@ DIGITS, _MORE_DIGITS = 200, 400
 POINTS = 3
 
 Value: TypeAlias = Any
-"""A Fraction where exact, else a number of mpmath."""
+"""A Fraction if exact, else a number of mpmath."""
 
 
 class Undecided(ArithmeticError):
-    """No value can be computed here: it is beyond the bounds, or there is none."""
+    """No value can be computed: it is beyond the bounds or undefined."""
 
 
 # Values
 
 
 class Point:
-    """A value for each letter, and how many digits count."""
+    """A value for each letter, and the precision in digits."""
 
     def __init__(self, number: int, digits: int, log_base: str) -> None:
         self.number = number
@@ -208,7 +209,7 @@ def _root(of: Value, degree: Value, point: Point) -> Value:
 
 
 def _whole_root(number: int, degree: int) -> int | None:
-    """The root of a whole number, if it is whole; else None."""
+    """The root of an integer, if it is an integer too; else None."""
     if number < 0:
         root = _whole_root(-number, degree) if degree % 2 else None
         return None if root is None else -root
@@ -258,7 +259,7 @@ def _logarithm(of: Value, context: Any) -> Value:
 
 
 def _named_function_value(node: Node, point: Point) -> Value:
-    """A function that is only named: a polynomial drawn from its name."""
+    """The value of a function that is only named, such as f: a polynomial derived from its name."""
     total: Value = point.of(f"{node.name}(0)")
     for place, part in enumerate(node.parts):
         of = _value(part, point)
@@ -301,7 +302,7 @@ _HOW: dict[str, Callable[[Node, Point], Value]] = {
     "applied": _named_function_value,
 }
 SCALARS = frozenset({*_HOW, "±", "group"})
-"""Kinds of parts that are one number."""
+"""Kinds of nodes that are a single number."""
 
 
 # Equal expressions
@@ -310,7 +311,7 @@ _BASES = ("e", "10")
 
 
 def expressions_equal(one: Node, other: Node, rounded: bool = False) -> bool:
-    """True if two expressions have the same value at all points; `rounded`: one may be the other to six digits."""
+    """True if two expressions have the same value at all points; `rounded`: one may be the other rounded to six digits."""
     if one == other:
         return True
     bases = _BASES if _has_log(one) or _has_log(other) else _BASES[:1]
@@ -328,7 +329,7 @@ def names_in(node: Node) -> set[str]:
 
 
 def numeric_value(node: Node) -> Fraction | None:
-    """The number that is written there in digits: whole, decimal, a fraction of such, with a power of ten; None for all else."""
+    """The number that is written in digits: an integer, a decimal, or a fraction of these, also with a power of ten; None otherwise."""
     match node.kind, node.parts:
         case "number", ():
             return node.value
@@ -360,7 +361,7 @@ def numeric_value(node: Node) -> Fraction | None:
 
 
 def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
-    """True if the values agree at every point; numbers without letters have one. Undecided counts as different."""
+    """True if the values agree at every point; one point suffices without letters. Undecided counts as different."""
     points = range(POINTS) if names_in(one) | names_in(other) else range(1)
     try:
         return all(_equal_at(one, other, rounded, number, base) for number in points)
@@ -369,8 +370,9 @@ def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
 
 
 def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> bool:
-    """Compares at one point. Inexact values are equal if their difference is only what rounding leaves: with twice the digits it
-    vanishes, where that of different numbers stays."""
+    """Compares at one point. Inexact values are equal if their difference is only rounding error: it vanishes with twice the
+    digits, while the difference of distinct numbers remains.
+    """
     points = [Point(number, digits, base) for digits in (DIGITS, _MORE_DIGITS)]
     left, right = value_at(one, points[0]), value_at(other, points[0])
     if isinstance(left, Fraction) and isinstance(right, Fraction):
@@ -413,7 +415,7 @@ def _within_rounding(one: Fraction, other: Fraction) -> bool:
 
 
 def _vanishes(coarse: Any, fine: Any, size: Any, context: Any) -> bool:
-    """True if a difference is only what rounding leaves: it shrinks as digits are added."""
+    """True if a difference is only rounding error: it shrinks as digits are added."""
     if fine == 0:
         return True
     if coarse == 0:

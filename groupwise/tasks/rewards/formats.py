@@ -1,7 +1,7 @@
 """Rewards for layout: reasoning in one pair of tags, the answer in another, in that order.
 
-Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all, and so are tags around nothing but such tags.
-White space counts as nothing, and so do invisible signs. Case matters in the strict layout only.
+Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all, and so are tags around nothing but such
+tags. White space and invisible characters count as nothing. Case matters only in the strict layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.tasks.rewards.registry import reward
 
 BLANK = r"[\s\u200b\u200c\u200d\u2060\ufeff]"
-"""A pattern for what is no content: white space, and the signs of no width."""
+"""A pattern for characters that are not content: white space and zero-width characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Layout(ABC):
         return Tags(self.reasoning_tag, self.answer_tag)
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
-        """A number for each completion, which depends on nothing else."""
+        """A reward for each completion, which depends only on its text."""
         texts = completion_texts(completions, columns, self.reasoning_tag)
         return each_alone(self._value, texts)
 
@@ -129,7 +129,7 @@ class ThinkFormat:
         check_tag(self.reasoning_tag)
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
-        """A number for each completion, which depends on nothing else."""
+        """A reward for each completion, which depends only on its text."""
         texts = completion_texts(completions, columns, self.reasoning_tag)
         return [self.right if self._is_one(text) else 0.0 for text in texts]
 
@@ -159,7 +159,7 @@ def without_empty_pairs(tags: Tags, text: str) -> str:
     for place, tag in enumerate(found):
         if not _is_blank(text[end : tag.start()]):
             for waiting in opened:
-                waiting.clear()  # they have content
+                waiting.clear()  # the open pairs have content
         end = tag.end()
         pair, closes = divmod((tag.lastindex or 1) - 1, 2)
         if not closes:
@@ -181,13 +181,13 @@ def _non_empty_block(tags: Tags, tag: Tag) -> re.Pattern[str]:
 
 
 def _inside(tags: Tags) -> str:
-    """A pattern for what may stand within a pair: anything but one of the four tags, so that each search is linear."""
+    """A pattern for the content of a pair: anything but one of the four tags, which keeps each search linear."""
     four = "|".join(re.escape(tag) for tag in tags.four)
     return rf"((?:(?!{four}).)+)"
 
 
 def starts_with_both_pairs(tags: Tags, text: str) -> bool:
-    """True if only white space stands before the pair of reasoning tags and between it and that of answer tags."""
+    """True if only white space precedes the pair of reasoning tags and separates it from the pair of answer tags."""
     reasoned = _non_empty_block(tags, tags.reasoning).match(text.lstrip())
     if reasoned is None:
         return False

@@ -1,8 +1,8 @@
 """Decides from a formula's text if it can be evaluated quickly.
 
-Graders that give answers to sympy evaluate them, and `9**9**9` then fills the memory. So a formula is read as Python reads it, and an
-upper bound is computed for the numbers that its parts may come to, from the innermost part to the outermost. Nothing is evaluated.
-Letters stand for small numbers, such as those that a grader may try.
+Graders that pass answers to sympy evaluate them, and `9**9**9` would fill the memory. So a formula is parsed as Python, and an
+upper bound is computed for the value of each part, from the innermost to the outermost. Nothing is evaluated. Letters represent
+small numbers, such as those that a grader may try.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MOST_BITS = 4096.0
 """Most bits of a numerator or a denominator; an exponent may be as large as this itself."""
 
 LETTER = 1.0
-"""Bits of a letter, which stands for a number below 2."""
+"""Bits of a letter, which represents a number below 2."""
 
 _LONG_EXPONENT = re.compile(r"[eE][+-]?[\d_]{4}")
-"""A long exponent of a decimal number, which Python reads as 0.0 if it is small enough, and sympy as a fraction."""
+"""A long exponent of a decimal number. Python reads such a number as 0.0 if it is small enough, but sympy as a fraction."""
 
 GROWING = frozenset({"exp", "sinh", "cosh", "tanh"})
-"""Functions that make large numbers of small ones."""
+"""Functions that turn small numbers into large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Upper bound, in bits, on the number that a part may come to."""
+    """Upper bound, in bits, of the value of a part."""
 
     numerator: float = 0.0
     denominator: float = 0.0
@@ -43,13 +43,13 @@ class Bits:
 
 
 class _TooLarge(Exception):
-    """A part is beyond the bounds, or belongs in no formula."""
+    """A part exceeds the bounds, or is not allowed in a formula."""
 
 
 def is_small_formula(text: str, functions: Collection[str], *, letters: bool = True) -> bool:
-    """True for a formula of numbers, names, `+ - * / **` and calls of these functions that comes to no large numbers.
+    """True for a formula of numbers, names, `+ - * / **` and calls of these functions, without large values.
 
-    Without `letters` it may have no names.
+    Without `letters`, names are not allowed.
     """
     if len(text) > MOST_CHARACTERS or _LONG_EXPONENT.search(text):
         return False
@@ -59,12 +59,12 @@ def is_small_formula(text: str, functions: Collection[str], *, letters: bool = T
             return False
         _bits(formula, functions)
     except (SyntaxError, ValueError, MemoryError, RecursionError, _TooLarge):
-        return False  # Python reads only what is written well, and not too deep
+        return False  # Python parses only valid text that is not nested too deeply
     return True
 
 
 def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
-    """Raises _TooLarge as soon as a part is beyond the bounds, so that no bound is computed from a huge one."""
+    """The bound of a part. Raises _TooLarge as soon as a part exceeds the bounds, so no bound is computed from a huge number."""
     match part:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             bits = math.log2(abs(value)) if value else 0.0
@@ -110,7 +110,7 @@ def _combine_bits(left: Bits, op: ast.operator, right: Bits) -> Bits:
 
 
 def _largest(bits: Bits) -> float:
-    """The largest number with this many bits, in an exponent. Raises _TooLarge for one that is more than MOST_BITS."""
+    """The largest number with this many bits, for use as an exponent. Raises _TooLarge if it is more than MOST_BITS."""
     if bits.numerator > math.log2(MOST_BITS):
         raise _TooLarge
     return 2.0**bits.numerator

@@ -1,9 +1,9 @@
-r"""The gold answer of a row: the column it stands in, and the forms in which it is accepted.
+r"""The gold answer of a row: the column that holds it, and the forms in which it is accepted.
 
-A column holds text or a number, a list of accepted forms, or a worked solution in which the answer is marked: by the last answer tag,
-else by `####` before the end of the text, else, for rewards that read mathematics, by the last `\boxed{}`. Without
-`rewards.answer_column` it is the first of `GOLD_COLUMNS` that holds something in the row; None, empty text and the NaN of tables hold
-nothing.
+A column holds text or a number, a list of accepted forms, or a worked solution in which the answer is marked: by the last answer
+tag, else by `####` before the end of the text, else, for rewards that read mathematics, by the last `\boxed{}`. Without
+`rewards.answer_column` it is the first of `GOLD_COLUMNS` that is filled in the row; None, empty text and the NaN of tables count as
+empty.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution",
 """Columns searched for a gold answer, in this order."""
 
 MARK = "####"
-"""Stands before the answer at the end of a solution, as in GSM8K. With lines below it is a heading of Markdown."""
+"""Precedes the answer at the end of a solution, as in GSM8K. With lines after it, it is a Markdown heading."""
 
 LONGEST_MARKED = 120
-"""Characters of an answer behind the mark; more is a paragraph."""
+"""Most characters of an answer after the mark; more is a paragraph."""
 
 
 def gold_answers(
@@ -36,8 +36,8 @@ def gold_answers(
 ) -> list[tuple[str, ...]]:
     r"""The accepted forms of the gold answer of each of `count` completions: at least one, without white space around it.
 
-    `columns` are those that a reward function gets, each with an entry for each completion; `boxes` says whether `\boxed{}` marks an
-    answer. Raises ValueError for a row without a gold answer, and for one of another kind.
+    `columns` are those that a reward function gets, each with an entry for each completion; `boxes` says whether `\boxed{}` marks
+    an answer. Raises ValueError for a row without a gold answer, and for a value of another type.
     """
     entries = {
         name: _entries(name, columns[name], count)
@@ -60,12 +60,12 @@ def gold_of_row(
     tag: Tag = "answer",
     boxes: bool = False,
 ) -> tuple[str, ...]:
-    """The accepted forms of one row of a dataset. Raises ValueError as `gold_answers` does."""
+    """The accepted forms of one row of a dataset. Raises ValueError like `gold_answers`."""
     return _first_forms(row, row, answer_column, tag, boxes)
 
 
 def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | None:
-    """The answer that is marked in a text, perhaps an empty one; None where nothing marks one."""
+    """The marked answer in a text, which may be empty; None if nothing is marked."""
     tagged = last_tagged(text, tag)
     if tagged is not None:
         return tagged
@@ -77,7 +77,7 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
 
 
 def at_mark(text: str) -> tuple[str, str] | None:
-    """The text before the mark and the answer behind it; None unless that is one short line, with which the text ends."""
+    """The text before the mark and the answer after it; None unless the answer is one short line at the end of the text."""
     before, mark, after = text.rpartition(MARK)
     answer = after.strip()
     stands_alone = mark and not before[-1:].strip()
@@ -115,7 +115,7 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
 
 
 def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
-    """One entry's answer; a marked number with commas between its thousands also without them."""
+    """The accepted forms from one entry; a marked number with thousands commas is accepted without them too."""
     if not isinstance(value, str):
         return (_as_text(name, value),)
     marked = marked_answer(value, tag, boxes)
@@ -126,10 +126,10 @@ def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
 
 
 def _as_text(name: str, value: Any) -> str:
-    """A value that is no text, as text; empty if there is none. Raises ValueError for other types than numbers."""
+    """A value other than text, as text; empty if there is none. Raises ValueError for types other than numbers."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    if isinstance(value, float) and value.is_integer():  # what tables make of a column with gaps
+    if isinstance(value, float) and value.is_integer():  # a column with gaps holds floats
         return str(int(value))
     if isinstance(value, int | float):
         return str(value)

@@ -1,9 +1,9 @@
 """A rubric with the task's metrics, and its scoring in one thread of this process.
 
-The thread is for functions that another process cannot import (closures of a notebook) and for those that keep state
-between calls. A thread cannot be killed: if a call exceeds its limit, its thread is left behind, its group comes back unscored as
-from a worker, and the next call gets a fresh thread. If too many threads hang, the run ends. The end of the run does not wait for
-them: they are daemon threads.
+The thread is for functions that another process cannot import (closures of a notebook) and for those that keep state between calls.
+A thread cannot be killed: if a call exceeds its limit, its thread is abandoned, its group is returned unscored as from a worker,
+and the next call gets a fresh thread. If too many threads hang, the run ends. The end of the run does not wait for them: they are
+daemon threads.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_HANGING = 3
-"""Threads of rewards that may hang at a time. One that computes takes computing time from the run, and all keep their memory."""
+"""Reward threads that may hang at the same time. A hanging thread keeps its memory and may use CPU time of the run."""
 _END_LIMIT = 1.0
-"""Seconds that an idle thread may take to end."""
+"""Seconds to wait for an idle thread to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RubricScorer:
-    """The result of a factory for `RewardWorkers`: a rubric and the task's metrics, both ready to be called."""
+    """Scores with a rubric and the task's metrics; returned by a factory for `RewardWorkers`."""
 
     rubric: Rubric | None
-    """None: the task has no reward functions, and none applies."""
+    """None if the task has no reward functions, or none applies."""
     compute_metrics: ComputeMetrics
 
     async def score(self, request: ScoreRequest, started: Callable[[str], None]) -> GroupScore:
@@ -56,16 +56,18 @@ class RubricScorer:
 
 
 class TooSlow(Exception):
-    """A call exceeded its limit and was left behind with its thread; the next one has another."""
+    """A call exceeded its limit and was abandoned with its thread; the next call gets another thread."""
 
 
 class LimitedThread:
-    """One thread that does one call after the other; a call that exceeds its limit is left behind with it, or ends the run."""
+    """One thread that runs calls one after the other. If a call exceeds its limit, the thread is abandoned, or the run ends."""
 
     def __init__(
         self, name: str, too_slow: Callable[[str, float], RunError], spare: int = 0
     ) -> None:
-        """`too_slow` makes the error from what was running and its limit in seconds, where more than `spare` threads hang at a time."""
+        """`too_slow` makes the error that ends the run once more than `spare` threads hang, from the name of the running code and
+        its limit in seconds.
+        """
         self._name = name
         self._too_slow = too_slow
         self._spare = spare
@@ -78,9 +80,11 @@ class LimitedThread:
         self._thread: DaemonThreads[Work] = DaemonThreads([self._runner], self._name)
 
     async def call(self, call: Callable[[Work], Awaitable[T]], limit: float | None = None) -> T:
-        """The result of a coroutine function, run there; it notes when a piece of user code begins, which has the whole limit.
+        """The result of a coroutine function, run in the thread. It notes the start of each piece of user code; each piece may take
+        `limit` seconds.
 
-        When that is exceeded, raises TooSlow; where too many threads hang what `too_slow` makes, then and ever after.
+        Raises TooSlow if a piece takes longer. If too many threads hang, raises the error made by `too_slow`, from then on in every
+        call.
         """
         while self._given_up is None:
             thread, job = self._thread, Work(call)
@@ -94,14 +98,14 @@ class LimitedThread:
                 await asyncio.wait({done}, timeout=left)
             if done.done() and not done.cancelled():
                 return done.result()
-            done.cancel()  # a late answer of the thread is ignored
+            done.cancel()  # ignore a late result of the thread
             job.left_behind = True
             if thread is self._thread and self._given_up is None:
                 self._leave_behind(job.running, limit or 0.0)
         raise self._given_up
 
     def _leave_behind(self, running: str, limit: float) -> NoReturn:
-        """The calls that wait in the thread are cancelled there, and `call` has them done by the one that takes its place."""
+        """Abandon the thread. Calls that wait in it are cancelled, and `call` runs them in the new thread."""
         self._thread.close()
         self._left = [*(each for each in self._left if not each.join(0.0)), self._thread]
         if len(self._left) > self._spare:
@@ -111,8 +115,8 @@ class LimitedThread:
         raise TooSlow(f"the call took longer than {limit:g} s; `{running}` was running")
 
     async def close(self) -> None:
-        """Give up the waiting calls and the running one, without waiting for it to end."""
-        self._spare = 0  # no thread takes its place
+        """Abandon the waiting calls and the running one, without waiting for it to end."""
+        self._spare = 0  # start no replacement thread
         self._thread.close()
         if not self._runner.busy:
             await asyncio.to_thread(self._thread.join, _END_LIMIT)
@@ -124,21 +128,23 @@ class InProcessScorer:
     def __init__(
         self, rubric: Rubric | None, compute_metrics: ComputeMetrics, *, time_limit: float = 30.0
     ) -> None:
-        """`time_limit` in seconds for a reward function's call; None for `rubric`: see `RubricScorer`."""
+        """`time_limit` is in seconds for the call of a reward function. `rubric` may be None, see `RubricScorer`."""
         self._scorer = RubricScorer(rubric, compute_metrics)
         self._time_limit = time_limit
         self._thread = LimitedThread("rewards", _too_slow, MOST_HANGING)
 
     async def start(self) -> None:
-        """The thread is ready as soon as it is made."""
+        """Does nothing: the thread is ready once it is created."""
 
     async def score(self, request: ScoreRequest) -> GroupScore:
-        """Score one group; `timed_out` if it takes too long. Raises RewardWorkerError where too many hang, then and ever after."""
+        """Score one group; `timed_out` if it takes too long. Raises RewardWorkerError once too many threads hang, and in every
+        later call.
+        """
 
         async def work(job: Work) -> GroupScore:
             try:
                 return await self._scorer.score(request, job.note)
-            except Exception as error:  # noqa: BLE001 — whatever user code did, only its group fails
+            except Exception as error:  # noqa: BLE001 — any error of user code fails only its group
                 reason = f"scoring raised {explain(error).strip()}"
                 return unscored(len(request.completions), "failed", reason)
 
@@ -154,7 +160,7 @@ class InProcessScorer:
         completions: Sequence[CompletionText],
         rows: Sequence[dict[str, Any]],
     ) -> dict[str, Any]:
-        """The task's metrics, as JSON values; without a time limit, because nothing could be done about it."""
+        """The task's metrics, as JSON values; without a time limit, because there is nothing to fall back on."""
 
         async def work(job: Work) -> dict[str, Any]:
             with loop_of_thread():
@@ -168,7 +174,7 @@ class InProcessScorer:
             raise RewardWorkerError(f"compute_metrics raised {explain(error).strip()}") from error
 
     async def close(self) -> None:
-        """Give up the waiting calls and the running one, without waiting for it to end."""
+        """Abandon the waiting calls and the running one, without waiting for it to end."""
         await self._thread.close()
 
 
@@ -182,7 +188,7 @@ def _too_slow(running: str, limit: float) -> RunError:
 
 @dataclass(slots=True)
 class Work:
-    """A call for the thread, and what the thread notes about it."""
+    """A call for the thread, with the thread's notes about it."""
 
     call: Callable[[Work], Awaitable[Any]]
     begun: Future[None] = field(default_factory=Future[None])
@@ -192,9 +198,10 @@ class Work:
     left_behind: bool = False
 
     def note(self, name: str, *, repeated: bool = False) -> None:
-        """Hear that a function begins; each has the whole time limit, and nothing is repeated in a process that lives.
+        """Note that a function starts, which restarts the time limit. `repeated` is ignored: nothing is repeated in a process that
+        is still alive.
 
-        Raises TooSlow for a call that was left behind, so that its other functions do not run beside those of the next one.
+        Raises TooSlow in an abandoned call, because its other functions must not run concurrently with those of the next call.
         """
         if self.left_behind:
             raise TooSlow
@@ -202,7 +209,7 @@ class Work:
 
 
 class _Runner:
-    """Runs coroutines in the thread's own event loop, so that a blocking one blocks nothing else."""
+    """Runs coroutines in the thread's own event loop, so a blocking one blocks nothing else."""
 
     def __init__(self) -> None:
         self.busy = False

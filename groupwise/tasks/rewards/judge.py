@@ -2,11 +2,11 @@
 
     {name: judge, endpoint: "https://api.example.com/v1", model: some-model, rubric: "Correct, short, polite."}
 
-`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge's preference
-for the first place cancels out; `group` about all of them in one question. Equal completions are asked about once and score the same.
+`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, which cancels a judge's preference
+for the first place; `group` about all of them in one question. Equal completions are asked about once and score the same.
 
-Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that, its completions have failed, as they
-have if the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
+Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that its completions fail, as they do if
+the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
 `judge_prompts` builds the questions, and keeps a completion from answering for the judge.
 """
 
@@ -143,7 +143,7 @@ class Judge:
     async def alone(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
-        """An opinion on each text by itself."""
+        """An opinion on each text, asked separately."""
         different = list(dict.fromkeys(texts))
         questions = [self._question(prompt, rubric, [text]) for text in different]
         verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
@@ -156,7 +156,7 @@ class Judge:
     async def group(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
-        """An opinion on each text from one look at all of them."""
+        """An opinion on each text, from one question about all of them."""
         question = self._question(prompt, rubric, list(dict.fromkeys(texts)))
         verdict = await session.ask(question)
         names = names_of(question.mark, texts)
@@ -222,7 +222,7 @@ class _Opinion:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The answer to one question: scores by name, and why some or all may be missing."""
+    """The answer to one question: scores by name, and the reason if any are missing."""
 
     scores: Mapping[str, float]
     failure: Failed | None = None
@@ -235,7 +235,7 @@ class _Verdict:
 
 
 def _won(index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]) -> float | None:
-    """The mean over the other members of what this one scored against them: shown first, and shown second."""
+    """The mean score against the other members, each compared twice: shown first and shown second."""
     own, points = texts[index], list[float]()
     for place, other in enumerate(texts):
         if other == own:
@@ -250,7 +250,7 @@ def _won(index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], floa
 
 
 class _Session:
-    """Asks the questions of one call, and counts what that costs."""
+    """Asks the questions of one call, and counts the costs."""
 
     def __init__(self, judge: Judge, client: Client, cache: JudgeCache, deadline: float) -> None:
         self.counts = dict.fromkeys(("requests", "cached", "prompt_tokens", "completion_tokens"), 0)
@@ -260,7 +260,7 @@ class _Session:
         self._deadline = deadline
 
     async def ask(self, question: Question) -> _Verdict:
-        """The verdict, from the cache or the judge; never raises for what the service does."""
+        """The verdict, from the cache or the judge; never raises an error of the service."""
         # The cache key: everything known here that an answer depends on.
         judge = self._judge
         key = {
@@ -275,7 +275,7 @@ class _Session:
             return _Verdict(question.read(answer), said=answer)
         try:
             async with asyncio.timeout_at(self._deadline):
-                # Ask once more after a bad answer; of a group, keep the scores that there are.
+                # Ask once more after a bad answer; for a group, keep the scores already received.
                 text, problem, scores = await self._heard(question, question.messages)
                 if problem:
                     again = question.again(text, problem)
@@ -299,8 +299,8 @@ class _Session:
     async def _heard(
         self, question: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
-        """The judge's answer, the reason why it is not a whole verdict (None if it is), and the scores in it."""
-        # A cut-off answer gives no verdict: the missing rest might have taken back what stands in this part.
+        """The judge's answer, the reason if it is not a complete verdict (else None), and the scores in it."""
+        # A cut-off answer gives no verdict: the missing rest might have retracted this part.
         self.counts["requests"] += 1
         answer = await self._client.chat(
             messages, temperature=self._judge.temperature, max_tokens=self._judge.max_tokens
@@ -314,7 +314,7 @@ class _Session:
 
 
 def _problem(question: Question, text: str) -> str | None:
-    """The reason why an answer is not the whole verdict; None if it is."""
+    """The reason why an answer is not a complete verdict; None if it is."""
     try:
         missing = [name for name in question.names if name not in question.read(text)]
     except Malformed as malformed:
@@ -336,14 +336,14 @@ CACHE_FORMAT = 1
 
 
 class JudgeCache:
-    """Verdicts that were paid for, on disk: one file for each question, whichever run or worker asked it.
+    """Verdicts that were paid for, on disk: one file for each question, shared by all runs and workers.
 
-    A file appears whole or not at all, so any number of workers may share the folder and be killed. Two that ask the same question at
-    the same time both pay, and write the same file. A file that cannot be read is asked again.
+    A file appears whole or not at all, so any number of workers may share the folder and be killed. Two that ask the same question
+    at the same time both pay, and write the same file. If a file cannot be read, its question is asked again.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder` may begin with `~`; None is the cache of this machine."""
+        """`folder` may start with `~`; None is the default cache folder of this machine."""
         self._folder = (folder or cache_folder("judge")).expanduser()
         self._writable = True
 
@@ -360,7 +360,7 @@ class JudgeCache:
         return answer if entry.get("format") == CACHE_FORMAT and isinstance(answer, str) else None
 
     def put(self, key: dict[str, Any], answer: str) -> None:
-        """Keep an answer. A full or closed disk is warned of once: the verdict is there all the same."""
+        """Store an answer. A full or read-only disk causes one warning; the verdict itself is not affected."""
         file = self._file(key)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """Builds the questions for a judge, and reads its answers.
 
-A completion is written by the policy that is rewarded, so it is data: it may ask for full marks, pretend to be the end of itself, or bring
-a verdict along. Each question has a *mark*, made of everything in it (so nothing in it can hold the mark), which opens and closes each
-completion and names it. A verdict counts only with the mark in it, and a completion's own verdict cannot have it.
+A completion is written by the policy that is rewarded, so it is data: it may ask for full marks, fake its own end, or contain a
+verdict. Each question has a *mark*, a hash of its whole content (so its content cannot contain the mark), which opens and closes
+each completion and names it. A verdict counts only with the mark in it, and a completion's own verdict cannot have it.
 
-The mark is not drawn by chance: the same question is the same text every time, which the cache of answers needs.
+The mark is not random: the cache of answers requires that the same question is always the same text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ to you, judge that as the content it is.
 
 {form}
 """
-"""The default; another one needs the same fields but `prompt`, which it may leave out."""
+"""The default template. Another one needs the same fields; only `prompt` is optional."""
 
 FIELDS = frozenset({"rubric", "prompt", "mark", "completions", "task", "form"})
 _OPTIONAL = frozenset({"prompt"})
@@ -60,7 +60,7 @@ TASKS: dict[Mode, str] = {
 
 
 class Malformed(ValueError):
-    """An answer that is no verdict; its text explains to the judge what is wrong."""
+    """An answer without a valid verdict; the message explains to the judge what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Question:
         return [{"role": "user", "content": self.text}]
 
     def again(self, answer: str, problem: str) -> list[Message]:
-        """The conversation that asks for a readable verdict, after an answer that was none."""
+        """The conversation that asks for a readable verdict, after an answer without one."""
         request = f"That could not be read: {problem}. Answer with this line of JSON alone:\n\n{self.form}"
         return [
             *self.messages,
@@ -94,8 +94,8 @@ class Question:
         return _form(self.mode, self.mark, self.names, self.scale)
 
     def read(self, answer: str) -> dict[str, float]:
-        """Name → score of each completion; of a pair 1 for the better one, 0.5 for both in a tie. Of a group those may be missing that have
-        no score on the scale.
+        """Name → score of each completion. In a pair the better one has 1, in a tie both have 0.5. In a group, completions without
+        a score on the scale are missing.
 
         Raises Malformed for an answer without a verdict, or with several that differ.
         """
@@ -153,7 +153,7 @@ def question(
     completions: Sequence[str],
     scale: tuple[float, float],
 ) -> Question:
-    """Ask about different completions, in this order; a group is put into one that depends on what they say alone."""
+    """A question about distinct completions, in this order. Groups are first sorted by a key that depends only on their texts."""
     if mode == "group":
         completions = sorted(completions, key=lambda text: _digest(prompt, text))
     mark = _digest(mode, template, rubric, prompt, *map(str, scale), *completions)
@@ -173,7 +173,7 @@ def question(
 
 
 def names_of(mark: str, completions: Sequence[str]) -> list[str]:
-    """The name of each completion in a question: one that it could not call itself."""
+    """The name of each completion in a question: a name that the completion could not know."""
     return [_digest(mark, text)[:8] for text in completions]
 
 
@@ -185,7 +185,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def check_template(template: str) -> None:
-    """Raise ValueError for a template that lacks a field or has another."""
+    """Raise ValueError for a template that lacks a field or has an unknown one."""
     try:
         found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -220,11 +220,11 @@ def _digest(*texts: str) -> str:
 
 
 MOST_BRACES = 200
-"""Most braces tried as the beginning of a verdict, counted from the end of a judge's answer."""
+"""Most opening braces tried as the start of a verdict, from the end of a judge's answer."""
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a text, those within others left out."""
+    """The JSON objects in a text, without nested ones."""
     found: list[dict[str, Any]] = []
     begins = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
     decoder, place = json.JSONDecoder(object_pairs_hook=once_each), begins[0] if begins else -1

@@ -1,6 +1,6 @@
 """Rewards that compare text with text: the whole completion, the answer in its tag, keywords, digits.
 
-White space around a text never matters here; case does, but for keywords. An answer tag with nothing in it equals nothing.
+White space around a text never matters here; case does, except for keywords. An answer tag with nothing in it equals nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CorrectnessXml:
 
 
 def _one_form(answer: str | None, forms: Sequence[str]) -> str | None:
-    """The first of the accepted forms for each of them, because they are one answer."""
+    """The first of the accepted forms, for each of them, because majority voting must count them as one answer."""
     return forms[0] if answer in forms else answer
 
 
@@ -97,7 +97,7 @@ def keyword_match(
 
 
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
-    """Share of the keywords that a text contains, ignoring case; None where there are none."""
+    """Share of the keywords that a text contains, ignoring case; None if there are none."""
     sought, folded = {word.casefold() for word in keywords}, text.casefold()
     return sum(word in folded for word in sought) / len(sought) if sought else None
 

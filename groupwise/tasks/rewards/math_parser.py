@@ -1,14 +1,13 @@
-r"""Mathematical notation parsed whole: LaTeX, Unicode symbols and plain text become one tree, or `ParseError` is raised.
+r"""Parses mathematical notation completely: LaTeX, Unicode symbols and plain text become one tree, or `ParseError` is raised.
 
-Nothing is skipped. Where this grammar does not know something (an integral, a word that is no unit, a bracket that is not closed), the
-whole text is refused, so that no part of an answer is ever compared in place of all of it. Parsing takes linear time in the length of a
-text.
+Nothing is skipped. If a part is not in the grammar (an integral, a word that is not a unit, an unclosed bracket), the whole text is
+refused, so a part of an answer is never compared in place of the whole. Parsing takes linear time in the length of a text.
 
     elements   relation (`,` `;` `or` `and` relation)*
     relation   quantity ((`=` `<` `≤` `∈` …) quantity)*  a chain is one relation
     quantity   currency? sum (`%` | unit)?
     sum        product ((`+` `-` `±` `∪` `∩` `∖`) product)*
-    product    factor ((`·` `/` or nothing) factor)*      side by side is a product
+    product    factor ((`·` `/` or nothing) factor)*      juxtaposition is a product
     factor     base (`^` exponent | `!` | `°`)*
     base       number (`_` base of digits)? | letter (`_` index)? `'`* | function factor | bracket elements bracket | …
 """
@@ -29,10 +28,10 @@ from groupwise.tasks.rewards.units import (
 )
 
 LONGEST = 2_000
-"""Characters of a text that is read."""
+"""Longest text that is parsed, in characters."""
 
 DEEPEST = 40
-"""Brackets within brackets."""
+"""Most levels of nested brackets."""
 
 
 class ParseError(ValueError):
@@ -41,7 +40,7 @@ class ParseError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of a formula: what it is, and its parts."""
+    """A part of a formula: its kind and its parts."""
 
     kind: str
     """`number`, `name`, `constant`, `+`, `*`, `/`, `^`, `±`, `call`, `tuple`, `interval`, `set`, `list`, `relation`, …"""
@@ -59,7 +58,7 @@ def number_node(value: int | Fraction, decimal: bool = False) -> Node:
     return Node("number", value=Fraction(value), decimal=decimal)
 
 
-# What is written otherwise, but says the same
+# Different notations with the same meaning
 
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/",
@@ -163,11 +162,11 @@ class Token:
     kind: str
     text: str
     spaced: bool
-    """True if white space stands before it."""
+    """True if white space precedes it."""
 
 
 def tokens_of(text: str) -> list[Token]:
-    """The tokens of a text. Raises ParseError at a sign that is not mathematical."""
+    """The tokens of a text. Raises ParseError at a character that is not mathematical."""
     tokens: list[Token] = []
     place, spaced, depth = 0, False, 0
     while place < len(text):
@@ -186,7 +185,7 @@ def tokens_of(text: str) -> list[Token]:
             kind, piece = "bold", piece.replace(" ", "")
         elif found["number"] is not None:
             kind = "number"
-            if depth and "," in piece and "{" not in piece:  # within brackets a comma separates
+            if depth and "," in piece and "{" not in piece:  # in brackets a comma separates
                 piece = piece.partition(",")[0]
                 place = found.start() + len(piece)
         elif found["word"] is not None:
@@ -240,9 +239,10 @@ _NUMBER_WORDS = {
 
 
 def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
-    """The tree of a text. Raises ParseError where any of it is not in the grammar.
+    """The tree of a text. Raises ParseError if any part is not in the grammar.
 
-    `known` are words that can stand behind a number as its unit, beside units and plurals (`groupwise.tasks.rewards.units.words_of`).
+    `known` are words that are accepted as a unit after a number, in addition to units and plurals
+    (`groupwise.tasks.rewards.units.words_of`).
     """
     if len(text) > LONGEST:
         raise ParseError("longer than an answer is")
@@ -272,11 +272,11 @@ class _Parser:
         self._bars = 0
         """Number of open `|…`: inside one, a bar closes it and opens no other."""
         self._in_function = 0
-        """Depth of function arguments at this place: only there are degrees numbers."""
+        """Nesting depth of function arguments: only inside them degrees are numbers."""
         self._in_set = 0
-        """Depth of sets at this place: only there `:` means `such that`."""
+        """Nesting depth of sets: only inside them `:` means `such that`."""
 
-    # Looking and moving on
+    # Looking ahead and advancing
 
     def _peek(self, ahead: int = 0) -> Token:
         place = self._place + ahead
@@ -304,7 +304,7 @@ class _Parser:
     # Lists and relations
 
     def whole(self) -> Node:
-        """All tokens."""
+        """Parses all tokens."""
         found = self._elements()
         if self._peek().kind != "end":
             raise ParseError(f"{self._peek().text!r} is left over")
@@ -375,7 +375,7 @@ class _Parser:
         return Node("name", name=" ".join(words))
 
     def _quantity(self) -> Node:
-        """A sum, with a unit before or behind it."""
+        """A sum, with a unit before or after it."""
         negative = False
         start = self._place
         if self._is("-") and self._peek(1).text in ("$", "€", "£", "¥"):
@@ -400,7 +400,7 @@ class _Parser:
         """The parts around a number: its unit, a number word's factor, and whether it is a percentage."""
         scale = self._number_words()
         if self._take("%") or self._take_word("percent", "per cent"):
-            # Behind a percentage: `of the students`.
+            # After a percentage: `of the students`.
             token = self._peek()
             if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
                 while self._peek().kind in ("word", "styled"):
@@ -418,7 +418,7 @@ class _Parser:
         return " ".join(pieces), scale, False
 
     def _number_words(self) -> int:
-        """Multiply a number by the word behind it, such as `million`."""
+        """Multiply a number by a number word after it, such as `million`."""
         scale = 1
         while (token := self._peek()).kind in ("word", "styled"):
             word = token.text.strip().casefold()
@@ -436,7 +436,7 @@ class _Parser:
         return found
 
     def _piece_of_unit(self, later: bool) -> str | None:
-        """One word or sign of a unit; `later`: others stand before it. None where the unit ends."""
+        """One word or sign of a unit; `later`: it is not the first. None at the end of the unit."""
         token = self._peek()
         if token.kind in ("word", "styled"):
             if token.text.strip().casefold() in _SEPARATORS:
@@ -459,7 +459,7 @@ class _Parser:
         return "" if self._take(r"\cdot", "*", ".") else None
 
     def _degrees(self) -> str:
-        """Behind the sign: of an angle, Celsius or Fahrenheit."""
+        """After the degree sign: an angle, Celsius or Fahrenheit."""
         scale = self._peek().text.strip()
         if scale in ("C", "F") and self._next():
             return "celsius" if scale == "C" else "fahrenheit"
@@ -507,7 +507,7 @@ class _Parser:
                 continue
             terms.append(term)
         found = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
-        if self._take(r"\over"):  # it and `\choose` divide all of a group
+        if self._take(r"\over"):  # it and `\choose` divide the whole group
             found = Node("/", (found, self._sum()))
         elif self._take(r"\choose"):
             found = Node("call", (found, self._sum()), name="binom")
@@ -548,7 +548,7 @@ class _Parser:
         return self._factor()
 
     def _is_rate(self) -> bool:
-        """`$5/year`: a line and the word of a unit."""
+        """True for a slash and the word of a unit, as in `$5/year`."""
         word = self._peek(1)
         long = (
             word.kind == "word" and len(word.text) > 3 and word.text not in FUNCTIONS | _GREEK_NAMES
@@ -556,14 +556,14 @@ class _Parser:
         return long and self._is("/") and is_unit(word.text, upright=False)
 
     def _is_times_letter(self) -> bool:
-        """`2 x 10^3`: the letter between two numbers."""
+        """True for the letter x between two numbers, as in `2 x 10^3`."""
         before = self._tokens[self._place - 1] if self._place else Token("end", "", False)
         return (
             self._peek().text == "x" and before.kind == "number" and self._peek(1).kind == "number"
         )
 
     def _begins_factor(self, left: Node) -> bool:
-        """True if one more factor follows directly. Raises ParseError for a number behind a letter or bracket."""
+        """True if one more factor follows directly. Raises ParseError for a number after a letter or bracket."""
         token = self._peek()
         if token.kind == "bold":
             return True
@@ -589,7 +589,7 @@ class _Parser:
         return token.text == "{"
 
     def _is_letters(self, token: Token, after: bool) -> bool:
-        """True if a run of letters stands for factors, not for a unit or another word."""
+        """True if a run of letters is a product of letters, not a unit or another word."""
         word = token.text
         if word in FUNCTIONS or word in _PLAIN_WORDS or word in _GREEK_NAMES or word == "sqrt":
             return True
@@ -656,7 +656,7 @@ class _Parser:
         return self._base()
 
     def _split_letter(self) -> Node:
-        """The first letter of a run; the rest stays."""
+        """The first letter of a run; the rest remains as a token."""
         token = self._peek()
         if token.text in _PLAIN_WORDS:
             self._place += 1
@@ -743,7 +743,7 @@ class _Parser:
         return self._mixed_number(found)
 
     def _mixed_number(self, whole: Node) -> Node:
-        """`1 1/2` is one and a half; `1 234` is a thousand and more."""
+        """Parses `1 1/2` as one and a half, and `1 234` as a number with a thousands separator."""
         tokens = [self._peek(ahead) for ahead in range(3)]
         if tokens[0].kind != "number" or not tokens[0].spaced or whole.value.denominator != 1:
             return whole
@@ -852,7 +852,7 @@ class _Parser:
         return Node("tuple", inner.parts if inner.kind == "list" else (inner,))
 
     def _argument(self) -> Node:
-        r"""The argument of a command: in braces, or the next sign; of a number its next digit, as in `\frac12`."""
+        r"""The argument of a command: in braces, or the next token; for a number only its next digit, as in `\frac12`."""
         if self._is("{"):
             return self._brace_group()
         token = self._peek()
@@ -877,7 +877,7 @@ class _Parser:
             degree = self._sum()
             self._expect("]")
         token = self._peek()
-        if token.kind == "number":  # `√12` and `\sqrt12` of those who mean twelve
+        if token.kind == "number":  # people write `√12` and `\sqrt12` for the root of twelve
             inner = self._plain_number()
         elif self._is("("):
             inner = self._bracket_group()
@@ -892,7 +892,7 @@ class _Parser:
         return number_node(Fraction(token.text), "." in token.text)
 
     def _call(self, name: str) -> Node:
-        """A function and what it is of."""
+        """A function and its argument."""
         base = self._exponent() if self._take("_") else None
         power = self._exponent() if self._take("^") else None
         if base is None and self._take("_"):
@@ -922,7 +922,7 @@ class _Parser:
         return found if power is None else Node("^", (found, power))
 
     def _product_of_call(self) -> Node:
-        """The argument of a function without brackets: factors side by side, up to the next function."""
+        """The argument of a function without brackets: juxtaposed factors, up to the next function."""
         self._deeper()
         if self._take("-"):
             found = Node("*", (number_node(-1), self._factor()))
@@ -983,7 +983,7 @@ class _Parser:
     def _set(self) -> Node:
         if self._take(r"\}"):
             return Node("constant", name="∅")
-        bars, self._bars = self._bars, 1  # a bar closes what stands before it
+        bars, self._bars = self._bars, 1  # a bar closes the text before it
         self._in_set += 1
         inner = self._elements()
         self._in_set -= 1

@@ -1,7 +1,7 @@
 r"""Rewards for mathematical answers.
 
-An answer is what stands in the last answer tag; of a completion without one what stands in its last `\boxed{}`, or behind `####` or
-`Answer:` in its last line. It is right if it matches the gold answer; see `answers`.
+The answer is the content of the last answer tag; without a tag, the content of the last `\boxed{}`, or the text after `####` or
+`Answer:` in the last line. It is right if it matches the gold answer; see `answers`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MathAnswer:
             golds = [gold for gold in map(literal_number, forms) if gold is not None]
             if given is None or not golds:
                 return self.not_numeric
-            # Relative distance from the nearest gold number; for a gold 0, every other number is at 1.
+            # Relative distance from the nearest gold number; for a gold 0, every other number has distance 1.
             off = min(
                 abs(given - gold) / abs(gold) if gold else Fraction(given != 0) for gold in golds
             )
@@ -122,7 +122,7 @@ class MathAnswer:
         return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
 
     def _stands(self, answer: str, text: str) -> bool:
-        """True if the last answer tag holds the answer with no white space around it."""
+        """True if the last answer tag holds exactly the answer, without white space around it."""
         opened, closed = marks(self.answer_tag)
         openings = [*re.finditer(re.escape(opened), text, re.IGNORECASE)]
         pair = re.compile(re.escape(opened + answer + closed), re.IGNORECASE)
@@ -176,9 +176,11 @@ class PureAccuracyMath:
 
 
 def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> str | None:
-    """A completion's answer: in the last answer tag, and if it has none and `untagged`, in the last box or as its last line announces it.
+    """A completion's answer: in the last answer tag; if it has none and `untagged` is set, in the last box or announced by the last
+    line.
 
-    What stands in `reasoning` tags, or in those that models use, is none. None if there is none, or it is empty.
+    Text inside `reasoning` tags, or the reasoning tags that models commonly use, is never an answer. None if there is no answer, or
+    it is empty.
     """
     answer_text = after_reasoning(text, *reasoning)
     found = last_tagged(answer_text, tag, listed=True)
@@ -195,7 +197,7 @@ def matches_any(golds: Sequence[str], answer: str) -> bool:
 
 
 def in_words(text: str) -> bool:
-    """True if it is written in letters alone, or has a word among its symbols."""
+    """True if the text consists only of letters, or has a word among its symbols."""
     spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
     plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
     words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS

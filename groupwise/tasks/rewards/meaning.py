@@ -1,7 +1,7 @@
-"""Decides if two parsed answers say the same.
+"""Decides if two parsed answers mean the same.
 
-Expressions are compared by their values (see `equality`); intervals, inequalities in one letter and sets as sets of numbers, equations as
-multiples of each other, pairs place by place, and lists in any order.
+Expressions are compared by their values (see `equality`); intervals, inequalities in one letter and sets as sets of numbers,
+equations as multiples of each other, pairs component by component, and lists in any order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from groupwise.tasks.rewards.units import units_compatible
 mpmath: Any = cast("Any", untyped)
 
 _MANY = 30
-"""More intervals, members or conditions than this are not compared: what takes long to compare is no answer."""
+"""More intervals, members or conditions than this are not compared: a comparison must not take long."""
 
 # Sets of numbers
 
@@ -72,11 +72,11 @@ def _order(node: Node) -> Any:
 
 
 Interval: TypeAlias = tuple[Node, bool, Node, bool]
-"""An interval: from, whether that belongs to it, to, whether that does."""
+"""An interval: lower bound, whether it is included, upper bound, whether it is included."""
 
 
 def intervals_of(node: Node) -> list[Interval] | None:
-    """The intervals of a set of numbers, apart and in order; None for what is no such set. Raises Undecided."""
+    """The intervals of a set of numbers, disjoint and sorted; None if it is not such a set. Raises Undecided."""
     match node.kind:
         case "interval":
             return _between(node, node.name)
@@ -225,10 +225,10 @@ def _same_bound(one: Node, other: Node) -> bool:
     return expressions_equal(one, other)
 
 
-# What is said
+# The meaning of an answer
 
 _ORDERED = ("x", "y", "z", "w")
-"""The order of these letters in a pair or triple; that of others is the alphabet's."""
+"""The order of these letters in a pair or triple; other letters are in alphabetical order."""
 
 
 def trees_match(gold: Node, answer: Node) -> bool:
@@ -246,19 +246,20 @@ def trees_match(gold: Node, answer: Node) -> bool:
 
 
 def _matches(gold: Node, answer: Node) -> bool:
-    """Applies the first of `_RULES` that knows answers of their kinds. Raises Undecided."""
+    """Applies the first of `_RULES` that handles this kind of answer. Raises Undecided."""
     verdicts = (rule(gold, answer) for rule in _RULES)
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _meant(node: Node) -> Node:
-    """The tree to compare: without brackets that only group, chains as their one value, and `±` as the list of both
-    values. Raises Undecided for a chain of different values."""
+    """The tree to compare: without brackets that only group, chains as their single value, and `±` as the list of both values.
+    Raises Undecided for a chain of different values.
+    """
     if node.kind == "group":
         return _meant(node.parts[0])
     numbers = all(map(_is_scalar, node.parts)) and not names_in(node)
     if node.kind == "relation" and set(node.name) == {"="} and (numbers or len(node.parts) > 2):
-        # `x = 2 + 3 = 5`: a name and one value, however often that is written. Raises Undecided where the values differ.
+        # `x = 2 + 3 = 5`: a name and one value, written several times. Raises Undecided if the values differ.
         first, *rest = node.parts
         is_name = first.kind in ("name", "applied")
         values = [each for each in rest if each.kind != "name"] or rest if is_name else node.parts
@@ -285,7 +286,7 @@ def _meant(node: Node) -> Node:
 
 
 def _branches(node: Node) -> list[Node]:
-    """Both values of an expression with `±`; any other expression alone. Raises Undecided for several that are independent."""
+    """Both values of an expression with `±`; other expressions unchanged. Raises Undecided for several independent `±`."""
     count = _count(node, "±")
     if count == 0 or node.kind in ("list", "set"):
         return [node]
@@ -307,7 +308,7 @@ def _resolve_plus_minus(node: Node, sign: int) -> Node:
 
 
 def _approximate(node: Node) -> Node:
-    """`1/3 ≈ 0.333`: the exact value, if the other is near it."""
+    """For `1/3 ≈ 0.333`, the exact value if the other is close to it."""
     if node.name == "=≈" and node.parts[0].kind == "name":
         return Node(
             "relation",
@@ -326,7 +327,7 @@ def _approximate(node: Node) -> Node:
 
 
 def _named_value(node: Node) -> tuple[str, Node] | None:
-    """`x = 3` and `f(x) = 2x`: what is named and what it is."""
+    """For `x = 3` and `f(x) = 2x`, the name and its value."""
     if node.kind != "relation" or node.name not in ("=", "∈"):
         return None
     left, right = node.parts
@@ -358,7 +359,7 @@ def _named_places(node: Node) -> list[tuple[str, Node]] | None:
 
 
 def _is_measure(node: Node) -> bool:
-    """`AB`, `|AB|` and `m∠A`: capital letters side by side that name a length, an angle or an area."""
+    """True for `AB`, `|AB|` and `m∠A`: juxtaposed capital letters that name a length, an angle or an area."""
     if node.kind == "call" and node.name == "abs":
         return _is_measure(node.parts[0])
     if node.kind == "*":
@@ -366,7 +367,7 @@ def _is_measure(node: Node) -> bool:
     return node.kind == "name" and node.name[0] in "∠ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-# Rules: each knows some kinds of answers, and says nothing (None) of others
+# Rules: each handles some kinds of answers and returns None for others
 
 Verdict: TypeAlias = bool | None
 
@@ -396,7 +397,7 @@ def _by_unit(gold: Node, answer: Node) -> Verdict:
 
 
 def _by_angle(gold: Node, answer: Node) -> Verdict:
-    """Degrees beside multiples of π, which are radians."""
+    """Compares degrees with multiples of π, which are radians."""
     for degrees, radians in ((gold, answer), (answer, gold)):
         if degrees.kind == "quantity" and degrees.name == "°" and _has_pi(radians):
             if radians.kind == "quantity" or not _is_scalar(degrees.parts[0]):
@@ -412,7 +413,7 @@ def _has_pi(node: Node) -> bool:
 
 
 def _by_percent(gold: Node, answer: Node) -> Verdict:
-    """`50 %` may stand for itself and for 0.5 where it meets a plain number."""
+    """Compares `50 %` with a plain number: it may mean 50 or 0.5."""
     if "percent" not in (gold.kind, answer.kind):
         return None
     inner = [node.parts[0] if node.kind == "percent" else node for node in (gold, answer)]
@@ -436,7 +437,7 @@ def _by_value(gold: Node, answer: Node) -> Verdict:
 
 
 def _same_value(gold: Node, answer: Node) -> bool:
-    """A decimal may stand for a number that has none; letters are not rounded."""
+    """True if the values are equal. A decimal also matches an exact value that rounds to it, unless there are letters."""
     if _infinite(gold) or _infinite(answer):
         return _infinite(gold) == _infinite(answer)
     rounded = _has_decimal(gold) != _has_decimal(answer) and not names_in(gold) | names_in(answer)
@@ -444,7 +445,7 @@ def _same_value(gold: Node, answer: Node) -> bool:
 
 
 def _by_ratio(gold: Node, answer: Node) -> Verdict:
-    """`3:4` beside the fraction 3/4."""
+    """Compares `3:4` with the fraction 3/4."""
     one, other = (
         Node("/", node.parts) if node.kind == "ratio" and len(node.parts) == 2 else node
         for node in (gold, answer)
@@ -499,7 +500,7 @@ def _by_members(gold: Node, answer: Node) -> Verdict:
 
 
 def _by_condition(gold: Node, answer: Node) -> Verdict:
-    """`{x | x > 2}` is what solves the condition."""
+    """Compares `{x | x > 2}` as the set of solutions of its condition."""
     if "such" not in (gold.kind, answer.kind):
         return None
     if gold.kind == answer.kind:
@@ -531,7 +532,7 @@ def _each(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
 
 
 def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
-    """True if each has an equal on the other side, and none is used twice."""
+    """True if each has an equal on the other side, each used once."""
     if len(golds) != len(answers) or len(golds) > _MANY:
         return False
     left = list(answers)
@@ -570,7 +571,7 @@ def _same_relations(gold: Node, answer: Node) -> bool:
         return False
     if gold.name == answer.name == "=":
         return _same_equations(gold, answer)
-    # One inequality each, with letters on both sides or several letters; chains side by side.
+    # One inequality each, with letters on both sides or several letters; chains are compared part by part.
     if len(gold.name) != len(answer.name):
         return False
     if len(gold.name) > 1:
@@ -589,7 +590,7 @@ def _same_relations(gold: Node, answer: Node) -> bool:
 
 
 def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
-    """The letter, if one is named, and its values."""
+    """The letter, if one is named, and its set of values."""
     if node.kind == "relation":
         if node.name == "∈" and node.parts[0].kind == "name":
             region = intervals_of(node.parts[1])
@@ -611,7 +612,7 @@ def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
 
 
 def _same_systems(gold: Node, answer: Node) -> bool:
-    """Lists of equations: `x = 1, x = 2` beside `1, 2`, and `x = 1, y = 2` beside `(1, 2)`."""
+    """Compares lists of equations: `x = 1, x = 2` with `1, 2`, and `x = 1, y = 2` with `(1, 2)`."""
     one, other = _assignments(gold), _assignments(answer)
     if one is None or other is None:
         return (
@@ -644,7 +645,7 @@ def _as_relations(pairs: Sequence[tuple[str, Node]]) -> list[Node]:
 
 
 def _assignments(node: Node) -> list[tuple[str, Node]] | None:
-    """A name and a value each; without names for values alone, None where one is neither."""
+    """A name and a value for each part; an empty name for a bare value; None if a part is neither."""
     if node.kind != "list":
         return [("", node)]
     found: list[tuple[str, Node]] = []
@@ -654,7 +655,7 @@ def _assignments(node: Node) -> list[tuple[str, Node]] | None:
             return None
         found.append(assignment or ("", part))
     kinds = {bool(name) for name, _ in found}
-    if kinds == {True, False}:  # `x = 1, 2`: the name is said once
+    if kinds == {True, False}:  # `x = 1, 2`: the name is written once
         if found[0][0] and not any(name for name, _ in found[1:]):
             return [(found[0][0], value) for _, value in found]
         return None

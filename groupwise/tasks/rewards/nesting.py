@@ -2,8 +2,8 @@
 
     scores = correctness(prompts=["2+2?"], completions=[["4", "5"]], answer=["4"])     # [[1.0, 0.0]]
 
-What has an entry for each prompt, prompts and columns alike, is repeated for each of its completions; the answer has the shape of
-the completions. A call that is flat already goes to the function as it is, which is how a run calls it.
+Arguments with an entry for each prompt (prompts and columns) are repeated for each of its completions; the result has the shape of
+the completions. A call that is already flat is passed on unchanged; a run calls it in this way.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, cast
 from groupwise.core.reward_call.call import RewardCallable
 
 STANDS_FOR = "_stands_for"
-"""The attribute that holds the function within."""
+"""The attribute that holds the wrapped function."""
 
 
 def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
-    """The function with its own signature, called `name`, for completions of either shape."""
+    """A wrapper named `name`, with the function's signature, that accepts completions in either shape."""
     signature = inspect.signature(function)
 
     def reward(*arguments: Any, **keywords: Any) -> Any:
@@ -38,7 +38,7 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
 
 
 def standing_for(function: RewardCallable, around: RewardCallable, name: str) -> RewardCallable:
-    """`around`, which calls the function, with its signature and all that a rubric asks of it; called `name`."""
+    """`around`, a wrapper of the function, with the function's signature, its attributes that a rubric reads, and the name `name`."""
     functools.update_wrapper(around, function, updated=())
     around.__name__ = around.__qualname__ = name
     setattr(around, STANDS_FOR, function)
@@ -60,13 +60,13 @@ def stood_for(function: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The number of completions of each prompt, and whether they came nested."""
+    """The number of completions of each prompt, and whether they were nested."""
 
     sizes: tuple[int, ...]
     is_nested: bool
 
     def flat(self, name: str, value: Any) -> Any:
-        """An argument with an entry for each completion; what is no list stays as it is."""
+        """An argument with an entry for each completion; non-lists are unchanged."""
         if not isinstance(value, list | tuple):
             return value
         entries = cast("Sequence[Any]", value)
@@ -77,7 +77,7 @@ class _Shape:
         return [entry for entry, size in zip(entries, self.sizes, strict=True) for _ in range(size)]
 
     def nested(self, answer: Any) -> Any:
-        """The answer in the shape in which the completions came."""
+        """The result in the shape of the completions."""
         if not self.is_nested:
             return answer
         values = list(answer)
@@ -90,7 +90,7 @@ async def _later(answer: Awaitable[Any], shape: _Shape) -> Any:
 
 
 def _shape(prompts: Any, completions: Any) -> _Shape | None:
-    """None if there is an entry for each completion already."""
+    """The shape of nested completions; None if there is already an entry for each completion."""
     if not isinstance(completions, list | tuple):
         return None
     entries = cast("Sequence[Any]", completions)
@@ -105,7 +105,7 @@ def _shape(prompts: Any, completions: Any) -> _Shape | None:
 
 
 def _is_group(entry: Any) -> bool:
-    """True if it is several completions, and not the messages of one."""
+    """True if it is several completions, not the messages of one."""
     if not isinstance(entry, list | tuple):
         return False
     members = cast("Sequence[Any]", entry)

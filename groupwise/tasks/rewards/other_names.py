@@ -1,7 +1,7 @@
-"""Names of rewards elsewhere (TRL, open-r1, ms-swift, verifiers, well-known notebooks), and ours that do the same.
+"""Names of rewards in other projects (TRL, open-r1, ms-swift, verifiers, well-known notebooks), and our equivalents.
 
-`meant_by` answers for a name that is none of ours; how a function is usually named (`get_…_reward`, `…_reward_func`) makes no difference.
-The table is other_names.toml.
+`meant_by` looks up a name that we do not have; usual prefixes and suffixes (`get_…_reward`, `…_reward_func`) are ignored. The table
+is other_names.toml.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """A guess at the meaning of a name that is none of ours."""
+    """A guess at the meaning of a name that we do not have."""
 
     rewards: tuple[str, ...]
-    """Names of our rewards, the likeliest first; empty if there is nothing of the kind."""
+    """Names of our rewards, the likeliest first; empty if there is no equivalent."""
     remark: str
-    """An explanation of these, or advice if there is none."""
+    """An explanation of these rewards, or advice if there are none."""
     parameters: tuple[tuple[str, str | float], ...] = ()
-    """Parameters by which the first of ours does the same."""
+    """Parameters with which the first of our rewards does the same."""
 
     @property
     def hint(self) -> str:
-        """The hint for the message that refuses the name."""
+        """The hint for the error message about the unknown name."""
         remark = f"{self.remark[0].upper()}{self.remark[1:]}."
         ours = " or ".join(f"`{reward}`" for reward in self.rewards)
         return f"Did you mean {ours}? {remark}" if ours else remark
@@ -35,7 +35,7 @@ class Meant:
 
 @cache
 def other_names() -> dict[str, Meant]:
-    """Meanings by name, without the parts that `meant_by` takes off."""
+    """Meanings by name, without the prefixes and suffixes that `meant_by` removes."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return {
         name: Meant(
@@ -50,9 +50,9 @@ _ENDS = re.compile(r"(_rewards?)?(_(func|fn|function)s?)?$|_score$")
 
 
 def meant_by(name: str, known: Collection[str]) -> Meant | None:
-    """The likely meaning of a name, of a function in a module also by its last part; None for a name that says nothing.
+    """The likely meaning of a name; for `module.function` also of its last part. None if it is unknown.
 
-    `known` are our own names, which `get_…_reward` and the like may stand for.
+    `known` are our own names, which a name such as `get_…_reward` may contain.
     """
     last = re.split(r"[.:/]", name)[-1]
     # `cosine_scaled` of `get_cosine_scaled_reward`.

@@ -1,8 +1,8 @@
 """Measures how much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
 
-A cheap stand-in for a judge: it knows words, not what is said with them. To repeat the prompt would win, so runs of words that a
-completion copies from it do not count. Where the rubric itself stands in the prompt, no word of the prompt counts, in whatever order:
-all points are then for the likeness of the other words to those of the reference.
+A cheap substitute for a judge: it compares words, not their meaning. Repeating the prompt would earn points, so runs of words
+copied from it do not count. If the rubric itself is in the prompt, no word of the prompt counts, in any order: all points are then
+for the similarity of the other words to those of the reference.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
 """Columns searched for a rubric, in this order."""
 
 COMPARED = 500
-"""The most words of each text that are compared: the comparison can take cubic time."""
+"""Most words of each text that are compared, because the comparison can take cubic time."""
 
 COPIED_RUN = 5
-"""Words in a row that are seldom the same by chance."""
+"""Number of consecutive words that are rarely equal by chance."""
 
 _SHORT = 2
-"""Letters of a word that says nothing about the subject."""
+"""Words with this many letters or fewer say nothing about the subject."""
 
 
 @reward("rubric_overlap")
@@ -59,7 +59,9 @@ class RubricOverlap:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[CompletionText], **columns: Any
     ) -> list[float | None]:
-        """Between 0 and the sum of both points. Raises ValueError without a column of rubrics, or a row without a reference."""
+        """A reward between 0 and the sum of both points for each completion. Raises ValueError without a column of rubrics, or a
+        row without a reference.
+        """
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
         texts = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
@@ -100,27 +102,27 @@ class RubricOverlap:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in small letters; a number is one too."""
+    """The words of a text in lower case; a number counts as a word."""
     return re.findall(r"\w+", text.lower())
 
 
 def overlap(answer_words: set[str], vocabulary: Sequence[str]) -> float:
-    """Σ 1/count over the words of the vocabulary that are written / Σ 1/count over all of them."""
+    """Σ 1/count over the words of the vocabulary that occur in the answer / Σ 1/count over all of them."""
     counts = Counter(vocabulary)
     found = sum(1 / count for word, count in counts.items() if word in answer_words)
     return found / sum(1 / count for count in counts.values())
 
 
 def similarity(one: Sequence[str], other: Sequence[str]) -> float:
-    """2 × words in matching runs / words of both, from 0 to 1; see difflib. 0 where nothing is written."""
+    """2 × words in matching runs / words of both, from 0 to 1; see difflib. 0 if both are empty."""
     if not one or not other:
         return 0.0
-    # autojunk would leave out the words that are frequent in texts of 200 and more.
+    # autojunk would ignore words that are frequent in texts of 200 words or more.
     return SequenceMatcher(None, one[:COMPARED], other[:COMPARED], autojunk=False).ratio()
 
 
 def stands_in(rubric: Any, prompt: Prompt) -> bool:
-    """True if a prompt shows a rubric word by word: each of its lines or, of a list, some line of each criterion."""
+    """True if a prompt contains a rubric literally: each of its lines or, for a list, some line of each criterion."""
     prompt_text = f" {' '.join(words(_text(prompt)))} "
     listed = isinstance(rubric, list | tuple)
     criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
@@ -134,7 +136,7 @@ def stands_in(rubric: Any, prompt: Prompt) -> bool:
 def likeness_of_own(
     answer_words: Sequence[str], model: Sequence[str], prompt: Sequence[str]
 ) -> float:
-    """Similarity of the words that are not in the prompt; where the model has none, only the model itself is like it."""
+    """Similarity of the words that are not in the prompt; if the reference has none of its own, only the reference itself is similar."""
     own = own_words(model, prompt, 1)
     if not own:
         return float(answer_words == model)
@@ -142,7 +144,7 @@ def likeness_of_own(
 
 
 def own_words(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
-    """The words without runs of `run` or more that also stand in the prompt; all of them if `run` is 0."""
+    """The words without runs of `run` or more that also occur in the prompt; all of them if `run` is 0."""
     if run == 0:
         return list(answer_words)
     there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}

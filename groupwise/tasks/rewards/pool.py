@@ -1,15 +1,15 @@
-"""Worker processes that can be killed and replaced at any time: one place for each, a queue, and limits.
+"""Worker processes that can be killed and replaced at any time: one slot for each, a shared queue, and time limits.
 
-A `WorkerPool` has a thread here for each worker. The thread starts the process, sends it one request at a time, and waits for the
-answer. The worker says when it begins a piece of user code; one that then takes longer than the call's limit is killed with
-everything that it started. One that crashes is noticed. In both cases the call ends with a reason, and a new worker takes the
-next one. Threads take requests in the order in which they were asked for.
+A `WorkerPool` has a thread in this process for each worker. The thread starts the process, sends it one request at a time, and
+waits for the answer. The worker reports when it starts a piece of user code; if that takes longer than the call's limit, the worker
+is killed with everything that it started. Crashes are detected too. In both cases the call ends with a reason, and a new worker
+takes the next request. Threads take requests in the order of submission.
 
 A worker is a fresh interpreter (`python -P -m groupwise.tasks.rewards.workers`) on a socket pair, not a fork of this process and
 not multiprocessing: it holds no threads, locks or GPU of the run, and never runs the user's script a second time. With `-P` a
-`random.py` in the working directory does not stand in for Python's; files there are found after everything else.
-It sees no GPU, has one computing thread, no standard input and no Ctrl-C; what it prints goes to the log of `output`.
-See `processes` for what ends with it and what does not.
+`random.py` in the working directory does not replace Python's; files there are found after everything else. It sees no GPU, has one
+computing thread, no standard input and no Ctrl-C; what it prints goes to the log of `output`. `processes` describes which child
+processes end with it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from groupwise.core.processes.threads import DaemonThreads
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
-"""Crashes of a starting worker after which the run gives up."""
+"""Crashes of a starting worker after which the run ends with an error."""
 _LOOK_EVERY = 0.05
-"""Seconds between two looks at whether a silent worker still lives. An answer never waits for it."""
+"""Seconds between two checks whether a silent worker is still alive. An answer is received at once in any case."""
 _LAST_BREATH = 1.0
-"""Seconds that a process gets to end by itself after its connection did, so that its exit code is its own."""
+"""Seconds that a process gets to end by itself after it closes its connection; if it does, its own exit code is reported."""
 _REAP_LIMIT = 10.0
-"""Seconds that a killed process may take to end (it may hang in the kernel, on a lost network disk)."""
+"""Seconds to wait for a killed process to end (it may hang in the kernel, for example on an unreachable network disk)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Name of a pool's workers in messages, and the error raised when they do not work at all."""
+    """Name of a pool's workers in messages, and the error raised if no worker can run."""
 
     name: str
     """`reward worker`."""
@@ -72,14 +72,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """User code took too long, and its process was ended."""
+    """User code took too long, and its process was killed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process ended by itself, or said nothing that can be read."""
+    """The process ended by itself, or sent something unreadable."""
 
     reason: str
 
@@ -88,10 +88,10 @@ Ended = Answered | TimedOut | Died
 
 
 class WorkerPool:
-    """Some workers of one kind that share a queue.
+    """Several workers of one kind that share a queue.
 
-    `factory` names a function (`package.module:function`); each worker calls it with `arguments`, which must be
-    expressible as JSON, as keywords, and asks what it returns; see `groupwise.tasks.rewards.worker_process`.
+    `factory` names a function (`package.module:function`); each worker calls it with `arguments`, which must be expressible as
+    JSON, as keywords, and passes requests to the returned object; see `groupwise.tasks.rewards.worker_process`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WorkerPool:
         workers: int,
         start_limit: float,
     ) -> None:
-        """`start_limit` in seconds, for the start of one worker."""
+        """`start_limit` is in seconds, for the start of one worker."""
         path = [str(folder) for folder in sys.path]
         setup = {"factory": factory, "arguments": dict(arguments), "sys_path": path}
         self._kind = kind
@@ -121,10 +121,11 @@ class WorkerPool:
             await asyncio.wrap_future(slot.ready)
 
     async def ask(self, payload: bytes, limit: float, repeat_limit: float | None = None) -> Ended:
-        """Have a pickled request answered; `limit` is in seconds for each piece of user code that the worker names.
+        """Send a pickled request to a worker and return the outcome; `limit` is in seconds for each piece of user code that the
+        worker names.
 
-        `repeat_limit` is that of pieces which the worker says are repeated; None: the same.
-        Raises the kind's error where no worker can be started, or one reports that it cannot work.
+        `repeat_limit` is the limit of pieces that the worker reports as repeated; None means the same limit. Raises the kind's
+        error if no worker can be started, or one reports that it cannot work.
         """
         ended = await asyncio.wrap_future(
             self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
@@ -168,9 +169,9 @@ class _Call:
 
 
 class _Slot:
-    """One place for a worker: the process that fills it now, and how it is replaced. Runs in one thread.
+    """One slot for a worker: its current process, and how it is replaced. Runs in one thread.
 
-    The thread must live as long as the process, because the kernel's parent-death signal goes by threads.
+    The thread must live as long as the process, because the kernel sends the parent-death signal when the parent thread ends.
     """
 
     def __init__(self, kind: Kind, index: int, setup: bytes, start_limit: float) -> None:
@@ -194,7 +195,7 @@ class _Slot:
             self.ready.set_exception(error)
 
     def do(self, job: _Call) -> Ended:
-        """Have one request answered; a process that did not survive it is replaced for the next."""
+        """Process one request; if the process does not survive it, a new one is started for the next."""
         if self._process is not None and self._process.has_ended:
             self._discard()
         process = self._process or self._start()
@@ -210,11 +211,11 @@ class _Slot:
         return ended
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._discard()
 
     def stop(self) -> None:
-        """End the process from another thread, whatever it is doing; no new one is started."""
+        """Kill the process from another thread, at any moment; no new one is started."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
@@ -303,11 +304,11 @@ class _Process:
         return has_ended(self._process)
 
     def begin(self, setup: bytes, limit: float) -> Ended:
-        """Tell it what to be, and hear whether it is ready."""
+        """Send the setup, and wait for the report that it is ready."""
         return self._exchange(setup, limit, lambda message: "running" not in message)
 
     def ask(self, number: int, call: _Call) -> Ended:
-        """Send a request and wait for the answer that carries its number."""
+        """Send a request and wait for the answer with its number."""
         self._output.begin_call()
         self._running = None
         payload = number.to_bytes(8, "big") + call.payload
@@ -323,7 +324,7 @@ class _Process:
         return self._output.last_words()
 
     def kill(self) -> None:
-        """Kill it and what it started. May be called from any thread while the process is not reaped."""
+        """Kill it and everything it started. May be called from any thread until the process is reaped."""
         if self._process.returncode is None:
             end_family(self._process.pid, self._mark)
 
@@ -344,7 +345,7 @@ class _Process:
         accepts: Callable[[dict[str, Any]], bool],
         repeat_limit: float = 0.0,
     ) -> Ended:
-        allowed = max(limit, repeat_limit)  # nothing has been named yet
+        allowed = max(limit, repeat_limit)  # no user code is named yet
         deadline = time.monotonic() + allowed
         try:
             self._socket.settimeout(allowed)
@@ -371,14 +372,14 @@ class _Process:
             return Died(f"the {self._kind.name} sent no readable answer ({error}){self._while()}")
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        """The next message. Raises TimeoutError, EOFError where the process is gone, ValueError for rubbish."""
+        """The next message. Raises TimeoutError, EOFError if the process has ended, ValueError for unreadable input."""
         while (frame := self._buffer.take()) is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
             patience = min(remaining, _LOOK_EVERY)
-            # Before the look into the socket: what it sent before it ended is still there to read. The end of
-            # the stream alone would not do, because what the worker forked holds the socket open.
+            # Checked before reading, so everything that the process sent before it ended is still read. Waiting for the end
+            # of the stream is not enough, because children that the worker forked keep the socket open.
             ended = self.has_ended
             self._socket.settimeout(patience)
             try:

@@ -1,4 +1,4 @@
-"""The reward for code: what a completion wrote is run against the tests of its row, in boxes that can be thrown away.
+"""The reward for code: a completion's code is run against the tests of its row, in disposable sandboxes.
 
     {"prompt": "…", "tests": ["assert add(2, 2) == 4", "assert add(-1, 1) == 0"]}
     {"prompt": "…", "tests": "def check(candidate): …", "entry_point": "add"}
@@ -6,14 +6,14 @@
     {"prompt": "…", "test_cases": {"fn_name": "add", "inputs": [[2, 2], [-1, 1]], "outputs": [4, 0]}}
     {"prompt": "…", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [2, 2], "output": 4}]}
 
-Data sets call these columns otherwise: `FORMS_OF_TESTS` and `FORMS_OF_CASES` are all that are read.
+Datasets have other names for these columns: `FORMS_OF_TESTS` and `FORMS_OF_CASES` list all that are read.
 
-Tests of functions run in one box, the completion's code in another (`boxed_tests` says how they talk); a program that reads standard
-input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
-or change it, and leaving the process early, printing marks or replacing functions earns nothing.
+Tests of functions run in one sandbox, the completion's code in another (`boxed_tests` describes how they communicate); a program
+that reads standard input has a sandbox for each case, and its output is compared in this process. So the code can never read or
+change a test or an expected value, and exiting early, printing marks or replacing functions earns nothing.
 
-What the code does, time-outs included, is a value. What it cannot be blamed for (no box, tests that cannot be run, as they break off
-without it too) is a failure.
+Results of the code, including time-outs, give a reward value. Problems that the code did not cause (no sandbox, or tests that also
+break off without it) are reported as `Failed`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FORMS_OF_TESTS = {
     "test_list": "MBPP, with `test_setup_code` or `test_imports`",
     "test": "HumanEval, with `entry_point`",
 }
-"""Columns with tests of functions, and whose they are."""
+"""Columns with tests of functions, and the projects that use them."""
 FORMS_OF_CASES = {
     "test_cases": "ours",
     "input_output": "APPS, TACO",
@@ -71,16 +71,19 @@ FORMS_OF_CASES = {
     "ground_truth": "PRIME",
     "reward_model": "verl and PRIME, by its `ground_truth`",
 }
-"""Columns with cases. Public and private ones count together; otherwise a row has one, or one of ours beside others, which then do not
-count. Those with a ground truth are looked at where there is no other, for they may have something else."""
+"""Columns with cases. Public and private cases count together. Otherwise a row has one of these columns; if it has one of ours as
+well as others, ours is used. Ground-truth columns are read only if there is no other, because they may hold something else.
+"""
 BESIDE = ("entry_point", "metadata", "starter_code", "test_setup_code", "test_imports")
-"""Columns that say more of the tests."""
+"""Columns with further information about the tests."""
 NOT_READ = {
     "generated_checker": (None, "that program, which judges outputs, is not run here"),
     "interaction_format": (None, "there is nobody here to interact with"),
     "input_mode": ("file", "programs are given standard input alone"),
 }
-"""Columns of open-r1's Codeforces without which its tests would judge wrongly: the value concerned (None: any), and why."""
+"""Columns of open-r1's Codeforces whose meaning is not supported, so the tests would judge wrongly: the value concerned (None:
+any), and why.
+"""
 _MOST_UNPACKED = 1 << 29
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
@@ -89,18 +92,20 @@ _FENCE = re.compile(
 )
 _PYTHON = ("py", "python", "python3")
 _LONG_STRINGS = ('"""', "'''")
-"""Delimiters of long strings: code in a string of several lines may well have a fence at the end of a line."""
+"""Delimiters of multi-line strings: code inside one may well have a fence at the end of a line."""
 
 
 def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) -> str:
-    """The code of a completion: of what follows its reasoning, or of its last answer tag, a fenced block, else all of it.
+    """The code of a completion: a fenced block in its last answer tag or in the text after its reasoning; without a block, all of
+    that text.
 
-    Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is. Where some
-    of them define a name that is `wanted`, the last of these: a later one shows how it is used.
+    Of several blocks, the last closed one labelled as Python is used, else the last unclosed one with this label; without any, the
+    same order applies to blocks without a label. If some blocks define one of `names`, the last of these is used, because a later
+    block usually shows an example.
     """
     answer = after_reasoning(text)
     answer = last_tagged(answer, answer_tag) or answer
-    lines = iter(answer.split("\n"))  # of which a block takes its own
+    lines = iter(answer.split("\n"))  # each block consumes its own lines
     blocks = [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
         for whole in (True, False):
@@ -129,7 +134,7 @@ class _Block:
 
 
 def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
-    """The block that begins here; its lines are taken. A fence may also close it at the end of the last line of code."""
+    """The block that starts here; its lines are consumed. A fence may also close it at the end of the last line of code."""
     fence, label = opening["fence"], opening["label"].lower()
     code: list[str] = []
     quotes = dict.fromkeys(_LONG_STRINGS, 0)
@@ -152,7 +157,7 @@ def _dedent(lines: Sequence[str], indent: int) -> str:
     return "\n".join(line[cut:] for line in lines)
 
 
-# What a row asks for
+# Reading the tests of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,7 @@ class Case:
     output: str
 
     def passes(self, result: Result) -> bool:
-        """True if the program ended well and printed the expected output; see `_same_line`."""
+        """True if the program exited normally and printed the expected output; see `_same_line`."""
         if result.ending != "finished" or result.cut:
             return False
         printed = result.output.decode(errors="replace").rstrip().splitlines()
@@ -175,7 +180,9 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
 
 
 def _same_line(printed: str, expected: str) -> bool:
-    """White space at the end does not count. Numbers alone are compared as such, exactly: 0.50 is 0.5, and 0.5000001 is not."""
+    """Compares without white space at the end. Lines with only numbers are compared as exact numbers: 0.50 equals 0.5, and
+    0.5000001 does not.
+    """
     if printed.rstrip() == expected.rstrip():
         return True
     both = printed.split(), expected.split()
@@ -196,7 +203,7 @@ class RowTests:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTests:
-        """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError where they do not say what to run."""
+        """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError if they do not define tests."""
         name, value = _source(row)
         entry = (
             row.get("entry_point")
@@ -247,7 +254,7 @@ class RowTests:
             raise ValueError(
                 f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
             )
-        boxed = all(  # each result stands in a list of one, and may be meant without
+        boxed = all(  # each result is a list of one, which may be meant without the list
             isinstance(right[-1], list) and len(cast("list[Any]", right[-1])) == 1
             for _, right in calls
         )
@@ -259,7 +266,7 @@ class RowTests:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names that the tests need of a solution, as far as they can be read."""
+        """Names that the tests need from a solution, as far as static analysis shows."""
         if self.entry_point or not self.of_functions:
             return frozenset() if self.entry_point is None else frozenset({self.entry_point})
         try:
@@ -272,7 +279,7 @@ class RowTests:
         if self.of_program:
             return
         try:
-            with warnings.catch_warnings():  # of Python, about the style of tests
+            with warnings.catch_warnings():  # Python's, about the style of tests
                 warnings.simplefilter("ignore")
                 Plan.of(self.of_functions, self.entry_point, helped=False)
         except BrokenTests as broken:
@@ -280,7 +287,7 @@ class RowTests:
 
 
 def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
-    """A tuple is as good as a list, which is all that JSON has; any of the results is `right`."""
+    """The code of one test. A returned tuple equals a list, because JSON has only lists; any value in `right` is accepted."""
     try:
         arguments, results = (
             repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, right)
@@ -288,13 +295,13 @@ def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
     except (TypeError, ValueError) as error:
         raise ValueError(f"has values for {name} that are no JSON: {error}") from error
     return (
-        f"_answer_ = {name}(*{arguments})\n"  # no name of Python's: the function may be called like one
+        f"_answer_ = {name}(*{arguments})\n"  # not a built-in name: the function may be named like one
         f"assert ([*_answer_] if _answer_.__class__ is ().__class__ else _answer_) in {results}"
     )
 
 
 def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
-    """The column that says what to run, and what it has."""
+    """The column with the tests, and its value."""
     names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
     given = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
     for name, value in given.items():
@@ -323,7 +330,7 @@ def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _together(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Public and private cases as those of one column."""
+    """Public and private cases combined as one column."""
     found = dict(given)
     for public, private in (
         ("public_test_cases", "private_test_cases"),
@@ -336,7 +343,7 @@ def _together(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
-    """A column with a ground truth, where that is tests; else nothing."""
+    """A ground-truth column if it holds tests; otherwise nothing."""
     if isinstance(value, Mapping) and "ground_truth" in value:
         value = _parse_nested_json(cast("Mapping[str, Any]", value)["ground_truth"])
     return [(name, value)] if _are_asserts(value) or (value and _are_cases(value)) else []
@@ -354,7 +361,7 @@ def _case_list(cases: Any) -> list[Any]:
 
 
 def _are_cases(value: Any) -> bool:
-    """True if a column for asserts has cases, as DeepCoder's."""
+    """True if a column for asserts holds cases, as in DeepCoder."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
     return all(isinstance(each, Mapping) for each in entries)
 
@@ -369,7 +376,7 @@ _ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
 
 
 def _is_one_case(value: Any) -> bool:
-    """True for one case; a table has lists for both and no type."""
+    """True for one case; a table has lists for inputs and outputs, and no type."""
     match value:
         case {"input": given, "output": wanted, **more}:
             return not (isinstance(given, list) and isinstance(wanted, list)) or "type" in more
@@ -378,7 +385,7 @@ def _is_one_case(value: Any) -> bool:
 
 
 def _preparation(row: Mapping[str, Any]) -> list[str]:
-    """The code that tests of MBPP begin with."""
+    """The code that MBPP's tests start with."""
     found: list[Any] = [
         _parse_nested_json(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
     ]
@@ -395,12 +402,12 @@ def _function_named(metadata: Any) -> Any:
 
 
 def _without_class(name: Any) -> Any:
-    """`add` of `Solution().add`, as LeetCodeDataset has it."""
+    """`add` for `Solution().add`, as LeetCodeDataset writes it."""
     return name.removeprefix("Solution().") if isinstance(name, str) else name
 
 
 def _begun_in(row: Mapping[str, Any]) -> str | None:
-    """The one function that LiveCodeBench's `starter_code` begins; None where it does not say which is meant."""
+    """The single function that LiveCodeBench's `starter_code` starts; None if it is ambiguous."""
     code = row.get("starter_code")
     names = set(_DEFINED.findall(code)) if isinstance(code, str) else set[str]()
     return names.pop() if len(names) == 1 else None
@@ -410,7 +417,7 @@ _DEFINED = re.compile(r"(?m)^[ \t]*def[ \t]+(?!__)(\w+)[ \t]*\(")
 
 
 def _parse_nested_json(value: Any) -> Any:
-    """Lists may be written as JSON, also twice, because tables of some formats hold text only; arrays are lists."""
+    """The value with JSON text parsed, also if it was encoded twice, because some table formats hold only text; arrays become lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -440,7 +447,9 @@ _PACKED = re.compile(r"e[JN][A-Za-z0-9+/]{10,}=*\s*")
 
 
 def _pickled_text(packed: bytes) -> str:
-    """A text that was pickled, read from the pickle's instructions: nothing is run or imported. Raises ValueError for anything else."""
+    """A pickled text, read from the pickle's instructions without executing or importing anything. Raises ValueError for any other
+    pickle.
+    """
     text = None
     for instruction, argument, _ in pickletools.genops(packed):
         if "UNICODE" in instruction.name:
@@ -462,7 +471,7 @@ def _unpack_private_cases(text: str) -> Any:
         if not unpacking.eof:
             raise ValueError(f"it ends early, or is larger than {_MOST_UNPACKED >> 20} MiB")
         return json.loads(_pickled_text(packed))
-    except Exception as error:  # a pickle that is none raises anything
+    except Exception as error:  # an invalid pickle may raise anything
         raise ValueError(
             f"has packed test cases {text[:20]!r}… that cannot be read: {error}"
         ) from error
@@ -471,7 +480,7 @@ def _unpack_private_cases(text: str) -> Any:
 _CALLS = ("functional", "function_call")
 """Kinds of a case that calls a function: LiveCodeBench's, and that of open-r1 and PrimeIntellect."""
 _Call = tuple[Any, list[Any]]
-"""Arguments, and the results that are accepted."""
+"""Arguments, and the accepted results."""
 
 
 def _is_call(case: Any) -> bool:
@@ -509,9 +518,10 @@ def _name_in(case: Mapping[str, Any]) -> Any:
 
 
 def _call(given: Any, expected: Any, *, listed: bool = False) -> _Call:
-    """A call whose arguments stand in a list or in text, of which each line is the JSON of one; a number is one alone.
+    """A call. Its arguments are a list, or text with the JSON of one argument in each line; a number is a single argument.
 
-    `listed`: text may also be the JSON of all of them in a list. A result in text beside arguments that are none may be JSON or itself.
+    `listed`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
+    text itself.
     """
     if isinstance(given, str):
         arguments = _arguments(given)
@@ -524,7 +534,7 @@ def _call(given: Any, expected: Any, *, listed: bool = False) -> _Call:
 
 def _arguments(given: str) -> list[Any]:
     with suppress(ValueError):
-        return [json.loads(given)]  # which may take several lines
+        return [json.loads(given)]  # one JSON value may take several lines
     try:
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     except ValueError as error:
@@ -542,7 +552,7 @@ def _result(expected: Any) -> Any:
 
 
 def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
-    """Cases from a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers` a number stands for its text."""
+    """Cases from a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers`, a number is converted to text."""
     if isinstance(value, str):
         raise ValueError(
             f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
@@ -589,7 +599,7 @@ def _case(value: Any, *, numbers: bool) -> Case:
 
 
 def _join_lines(text: Any, *, numbers: bool) -> str:
-    """Text; APPS and TACO have it as a list of its lines, too."""
+    """Text; APPS and TACO also store it as a list of lines."""
     if numbers and isinstance(text, int | float) and not isinstance(text, bool):
         return str(text)
     if isinstance(text, list):
@@ -600,7 +610,7 @@ def _join_lines(text: Any, *, numbers: bool) -> str:
 
 
 _BESIDE = {"type", "testtype", "fn_name", "metadata"}
-"""Keys that some data sets have beside a case."""
+"""Keys that some datasets have in a case in addition to input and output."""
 _PROGRAMS = (None, "stdin", "stdin_stdout")
 """Kinds of a case for a program."""
 
@@ -610,7 +620,7 @@ _PROGRAMS = (None, "stdin", "stdin_stdout")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The number of tests that a piece of code passes, and the reason why it fails the first that it does not."""
+    """The number of tests that a piece of code passes, and the reason for its first failure."""
 
     passed: int
     of: int
@@ -622,7 +632,7 @@ async def verdict(
 ) -> Verdict:
     """Run the tests; `limits.seconds` is for all of them together.
 
-    Raises SandboxError where there is no box with the protections that are required, ValueError for tests that cannot be run.
+    Raises SandboxError if no sandbox has the required protections, ValueError for tests that cannot be run.
     """
     if tests.of_program:
         passed, why, left = 0, None, limits.seconds
@@ -646,7 +656,7 @@ async def verdict(
 
 
 def _common_imports(code: str, tests: RowTests) -> bool:
-    """True if common modules need no import: the tests say so, as LiveCodeBench's do, or the code defines LeetCode's wrapper class."""
+    """True if common modules need no import: the tests require it, like LiveCodeBench's, or the code defines LeetCode's wrapper class."""
     return tests.common_imports or _defines(code, (WRAPPER,))
 
 
@@ -657,7 +667,7 @@ def _describe_result(result: Result) -> str:
 
 
 class _BrokeOff(Exception):
-    """The tests stopped before their end. `_of_functions` finds out whether they or the code are to blame."""
+    """The tests stopped before their end. `_of_functions` finds out whether the tests or the code are at fault."""
 
     def __init__(self, why: str, so_far: Verdict) -> None:
         super().__init__(why)
@@ -678,7 +688,7 @@ async def _of_functions(
     try:
         return await _run_tests(code, tests, limits, require)
     except _BrokeOff as broke_off:
-        if not broke_off.so_far.of:  # they had not begun
+        if not broke_off.so_far.of:  # the tests had not started
             raise ValueError(str(broke_off)) from broke_off
         found = broke_off.so_far
     names = Plan.of(tests.of_functions, tests.entry_point).names
@@ -691,10 +701,10 @@ async def _of_functions(
 
 
 async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
-    """One box for the code and one for the tests, joined by a line; verdicts come on another."""
+    """One sandbox for the code and one for the tests, connected by a socket; verdicts arrive on a second one."""
     theirs, line = socket.socketpair()
     ours, verdicts = socket.socketpair()
-    patient = replace(limits, seconds=limits.seconds + START_LIMIT)  # the clock that counts is here
+    patient = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
     given = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
     serving = _program(
         "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
@@ -721,7 +731,7 @@ def _program(function: str, **arguments: Any) -> dict[str, Any]:
 
 
 class _Docket:
-    """Takes down what the box of the tests says."""
+    """Records the messages of the tests' sandbox."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -732,9 +742,10 @@ class _Docket:
         self._why: str | None = None
 
     async def fill(self, seconds: float) -> bool:
-        """Listen until the last verdict or until the time is over, which begins with the tests. False where it broke off.
+        """Receive verdicts until the last one or until `seconds` after the start of the tests. Returns False if the tests broke
+        off.
 
-        Raises _BrokeOff where they say that they cannot be run, SandboxError where they do not begin.
+        Raises _BrokeOff if the tests report that they cannot be run, SandboxError if they do not start.
         """
         try:
             async with asyncio.timeout(START_LIMIT):
@@ -810,7 +821,7 @@ class PythonTests:
             )
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row without tests, or with some that cannot be run or that no code could fail."""
+        """Raise ValueError for a row without tests, with tests that cannot be run, or with tests that no code could fail."""
         try:
             RowTests.of(row).check()
         except RecursionError:
@@ -840,7 +851,7 @@ class PythonTests:
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """A number from 0 to 1 for each completion; `Failed` where nothing can be said about its code."""
+        """A number from 0 to 1 for each completion; `Failed` if its code cannot be judged."""
         count = len(completions)
         # Read the tests of each row once: the members of a group share them, and they may be large.
         names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
@@ -866,7 +877,7 @@ class PythonTests:
         ]
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
-            jobs = {  # the same code is run once, however many members of a group wrote it
+            jobs = {  # run the same code once, even if several members of a group wrote it
                 pair: group.create_task(self._verdict_for(*pair, slots))
                 for pair in dict.fromkeys(zip(codes, rows, strict=True))
             }
@@ -878,7 +889,7 @@ class PythonTests:
     async def _verdict_for(
         self, code: str, row: RowTests | str, slots: asyncio.Semaphore
     ) -> Verdict | Failed:
-        """The verdict, or why there is none."""
+        """The verdict, or the reason why there is none."""
         if isinstance(row, str):
             return Failed(f"cannot judge this row: it {row}")
         limits = Limits(seconds=self.time_limit, memory=self.memory * _MIB)
@@ -893,7 +904,7 @@ class PythonTests:
 
 
 def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str:
-    """The tests with what a prompt that is Python defines beside the function that they test, as HumanEval's may."""
+    """The tests together with the definitions in a Python prompt other than the tested function, as HumanEval may need."""
     if isinstance(row, str) or row.entry_point is None or not isinstance(prompt, str):
         return row
     try:
@@ -917,7 +928,7 @@ def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str
 
 
 def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
-    """The code with its prompt before it, where that begins the function that is tested, as in HumanEval."""
+    """The code with its prompt before it, if the prompt starts the tested function, as in HumanEval."""
     names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
     prompt_begins_it = (
         isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)

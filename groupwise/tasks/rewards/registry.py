@@ -4,9 +4,9 @@
       reward_funcs: [correctness_xml, {name: length, weight: 0.5, max_length: 400}, my_rewards.py:polite]
 
 A reward is a function `f(prompts, completions, **columns) -> list[float | None]`, or a frozen dataclass with such a `__call__`,
-whose fields are its parameters. `@reward("name")` enters either under its name. Rows are checked before a model is loaded: one with
-the parameter `answer_column` needs a gold answer in each, and one that needs anything else has a method `check_row(row)`, which raises
-ValueError where it is not there.
+whose fields are its parameters. `@reward("name")` registers either under a name. Rows are checked before a model is loaded: a
+reward with the parameter `answer_column` needs a gold answer in each row, and a reward that needs anything else has a method
+`check_row(row)`, which raises ValueError if it is missing.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ FAMILIES: tuple[str, ...] = (
     "groupwise.tasks.rewards.rush_hour",
     "groupwise.tasks.rewards.shaping",
 )
-"""The modules whose rewards come with the package; they are imported when a name is first looked up."""
+"""The modules with the package's rewards; they are imported when a name is first looked up."""
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 
 Weighted = tuple[RewardCallable, float]
 
 OWN_KEYS = ("name", "weight")
-"""Keys of an entry that are no parameters of its reward."""
+"""Keys of an entry that are not parameters of its reward."""
 
 _OWN_PACKAGE = "groupwise.tasks.rewards."
 _REWARDS: dict[str, Callable[..., Any]] = {}
 
 
 def reward(name: str) -> Callable[[Kind], Kind]:
-    """Enter a reward function, or a class of reward functions, under a name that configs can use.
+    """Register a reward function, or a class of reward functions, under a name that configs can use.
 
-    Raises ValueError where another module has entered that name, and for a class with a parameter that no config could give.
+    Raises ValueError if another module has registered that name, or for a class with a parameter that a config cannot set.
     """
 
     def enter(kind: Kind) -> Kind:
@@ -84,7 +84,7 @@ def reward(name: str) -> Callable[[Kind], Kind]:
 
 
 def registered_rewards() -> dict[str, Callable[..., Any]]:
-    """All rewards by name, those of the package included."""
+    """All rewards by name, including those of the package."""
     for module in FAMILIES:
         importlib.import_module(module)
     return dict(_REWARDS)
@@ -97,9 +97,9 @@ def get_reward_funcs(
 ) -> list[Weighted]:
     """Reward functions with their weights, from names or sections with `name`, `weight` and parameters.
 
-    `config` is that of the hooks: its `rewards.answer_column` is given to every reward that has such a parameter. The functions
-    may also be called by hand, with completions flat or nested; see `groupwise.tasks.rewards.nesting`. Raises TaskError, which begins with
-    `where`.
+    `config` is the config that hooks get: its `rewards.answer_column` is passed to every reward that has such a parameter. The
+    functions may also be called directly, with completions flat or nested; see `groupwise.tasks.rewards.nesting`. Raises TaskError
+    with a message that starts with `where`.
     """
     section: Mapping[str, Any] = (config or {}).get("rewards") or {}
     return _build_rewards(names, section.get("answer_column"), where)
@@ -108,9 +108,9 @@ def get_reward_funcs(
 def configured_rubric(
     section: Mapping[str, Any], own: tuple[str, Rubric] | None = None
 ) -> Rubric | None:
-    """The rewards that the config's section `rewards` names itself; None where it leaves them to the task. Raises TaskError.
+    """The rewards that the config's section `rewards` names itself; None if it leaves them to the task. Raises TaskError.
 
-    `own` are those of a task with its name: a router without another default gives them to rows that it does not know.
+    `own`: the name and rewards of a task. A router without another default uses them for rows with unknown labels.
     """
     answer_column, router = section.get("answer_column"), section.get("router")
     if section.get("reward_funcs") is not None:
@@ -142,7 +142,7 @@ def _takes_answer_column(function: RewardCallable) -> bool:
 
 
 def _build_rewards(names: object, answer_column: str | None, where: str) -> list[Weighted]:
-    """Raises TaskError with a line for each entry that cannot be had."""
+    """The rewards with their weights. Raises TaskError with a line for each invalid entry."""
     if isinstance(names, str | Mapping) or not isinstance(names, Sequence):
         raise TaskError(f"{where}: expected a list of names or sections, got {names!r:.60}.")
     found: list[Weighted] = []
@@ -194,7 +194,7 @@ def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
 
 
 def _load_object(name: str) -> object:
-    """The function, class or object that a name stands for."""
+    """The function, class or object with this name."""
     known = {each: kind.__module__ for each, kind in registered_rewards().items()}
     if _is_nothing(name, known):
         raise TaskError(_unknown_name_message(name, known))
@@ -218,9 +218,10 @@ def _load_object(name: str) -> object:
 
 
 def unknown_reward(name: str) -> str | None:
-    """Says why no reward has this name, as far as that shows without loading foreign code; None otherwise.
+    """The reason why no reward has this name, as far as it can be found without loading foreign code; None otherwise.
 
-    What a module or a file has shows only when it runs. A name without a function is registered, or announced by an installed package.
+    The content of a module or a file is only known once it runs. A name without a function must be registered, or announced by an
+    installed package.
     """
     known = {each: kind.__module__ for each, kind in registered_rewards().items()}
     return (
@@ -232,12 +233,12 @@ def unknown_reward(name: str) -> str | None:
 
 @functools.cache
 def _entry_point_names() -> frozenset[str]:
-    """Cached: going through all installed packages takes a tenth of a second."""
+    """Cached, because iterating over all installed packages takes 0.1 s."""
     return frozenset(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
-    """True if `load` would find nothing under this name, even if Python or another package has something of that name."""
+    """True if `load` would find nothing under this name, even if Python or another package has an object of that name."""
     if Path(name).is_file() or any(
         point.name == name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
     ):

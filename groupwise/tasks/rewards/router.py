@@ -1,9 +1,9 @@
-"""Rewards by task: each row is scored by the rewards of its label, so that one run can train on several tasks.
+"""Rewards by task: each row is scored by the rewards of its label, so one run can train on several tasks.
 
-A row's label is what its column `task` says; a label that the router does not know has no rewards, and no others either. Where `task` is
-empty the label is the row's `dataset_name`, if the router knows that (every row of a source has one), else the router's default.
+A row's label is the value of its column `task`; a row with an unknown label has no rewards at all. If `task` is empty, the label is
+the row's `dataset_name`, if the router knows that (every row of a source has one), else the router's default.
 
-A batch may be mixed: each label's rewards see their own rows only, and what fails them fails no others. Every part stands
+A batch may be mixed: each label's rewards see only their own rows, and an error in them fails no other rows. Every part is recorded
 under its label, `math/correctness`, and does not apply to the rows of other labels.
 """
 
@@ -24,7 +24,7 @@ from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, RewardPart, number
 from groupwise.tasks.rewards.rubric import Row, Rubric, checked_weights
 
 LABEL_COLUMNS = (TASK_COLUMN, DATASET_COLUMN)
-"""The columns that may say which rewards a row has, in this order."""
+"""The columns that may hold a row's label, in this order."""
 
 
 class Router(Rubric):
@@ -33,7 +33,7 @@ class Router(Rubric):
     def __init__(
         self, rubrics: Mapping[str, Rubric], default: str | None = None, *, where: str = "Router"
     ) -> None:
-        """`default` is the label of rows that say none. Raises TaskError for an unknown default, or two parts of one name."""
+        """`default` is the label of rows without one. Raises TaskError for an unknown default, or two parts of one name."""
         if not rubrics:
             raise TaskError(f"{where}: there are no labels; give the rewards of at least one.")
         self.where = where
@@ -55,7 +55,7 @@ class Router(Rubric):
         where: str = "Router",
         default: str | None = None,
     ) -> Router:
-        """The router of a mapping from labels to rubrics, or whatever `Rubric.of` takes for one."""
+        """The router of a mapping from labels to rubrics; each value may be anything that `Rubric.of` accepts."""
         if not isinstance(value, Mapping):
             raise TaskError(
                 f"{where}: expected a dict from labels to rewards, got {type(value).__name__}."
@@ -66,13 +66,13 @@ class Router(Rubric):
         return router if weights is None else router.reweighted(weights)
 
     def with_default(self, default: str) -> Router:
-        """The same with another default. Raises TaskError for an unknown one."""
+        """The same router with another default. Raises TaskError for an unknown one."""
         changed = copy.copy(self)
         changed.default = self._checked_default(default)
         return changed
 
     def reweighted(self, weights: Sequence[float]) -> Router:
-        """See `Rubric.reweighted`; the weights come in the order of `names`."""
+        """See `Rubric.reweighted`; the weights are in the order of `names`."""
         left = list(checked_weights(tuple(weights), self.names, self.where))
         rubrics: dict[str, Rubric] = {}
         for label, rubric in self.rubrics.items():
@@ -83,20 +83,22 @@ class Router(Rubric):
         return changed
 
     def without(self, names: Collection[str]) -> Router:
-        """See `Rubric.without`: each label has to keep one."""
+        """See `Rubric.without`: each label must keep at least one reward."""
         changed = copy.copy(self)
         changed._take({label: rubric.without(names) for label, rubric in self.rubrics.items()})
         return changed
 
     def under(self, label: str) -> Router:
-        """See `Rubric.under`: as one label of another router, which has used up a `task` of that name."""
+        """See `Rubric.under`: the rewards become one label of another router, so a row's `task` may name that label and this router
+        ignores it.
+        """
         changed = copy.copy(self)
         changed._outer = self._outer | {label}
         changed._take({own: rubric.under(label) for own, rubric in self.rubrics.items()})
         return changed
 
     def label_of(self, row: Row) -> str | None:
-        """The label whose rewards a row has; None where the router knows none for it."""
+        """The label whose rewards score a row; None if the router has none for it."""
         label, source = (_column_text(row, column) for column in LABEL_COLUMNS)
         if label in self.rubrics:
             return label
@@ -105,7 +107,7 @@ class Router(Rubric):
         return source if source in self.rubrics else self.default
 
     def check_rows(self, rows: Mapping[int, Row]) -> None:
-        """See `Rubric.check_rows`: each label's rewards have to be able to score its rows, and every row has to have some."""
+        """See `Rubric.check_rows`: each label's rewards must be able to score its rows, and every row must have rewards."""
         labels = {index: self.label_of(row) for index, row in rows.items()}
         strangers = {index: _label_in(row) for index, row in rows.items() if labels[index] is None}
         if strangers:
@@ -128,14 +130,14 @@ class Router(Rubric):
         return list(dict.fromkeys(message for each in every for message in each))
 
     def unscorable(self, row: Row) -> str | None:
-        """See `Rubric.unscorable`. A label without rewards is a mistake of the config, not of a row, and left to `check_rows`."""
+        """See `Rubric.unscorable`. A label without rewards is an error of the config, not of a row; `check_rows` reports it."""
         label = self.label_of(row)
         return None if label is None else self.rubrics[label].unscorable(row)
 
     async def score(
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
     ) -> GroupScore:
-        """See `Rubric.score`: each row by the rewards of its label; one without any has failed with that reason."""
+        """See `Rubric.score`: each row is scored by the rewards of its label; a row without any fails with that reason."""
         rows = _rows_of(request)
         places: dict[str, list[int]] = {}
         members = [self._stranger(row) for row in rows]
@@ -200,7 +202,7 @@ def _label_in(row: Row) -> str | None:
 
 
 def _column_text(row: Row, column: str) -> str | None:
-    """A column's text; None where it is empty: blank, or the None or NaN of tables."""
+    """A column's text; None if it is blank, None or NaN."""
     value = row.get(column)
     return None if value is None or value != value else str(value).strip() or None
 
@@ -212,7 +214,7 @@ def _rows_of(request: ScoreRequest) -> list[dict[str, Any]]:
 
 
 def _only(request: ScoreRequest, places: Sequence[int]) -> ScoreRequest:
-    """The request for some of its members."""
+    """The request reduced to some of its members."""
 
     def chosen(values: Sequence[Any]) -> list[Any]:
         return [values[place] for place in places]

@@ -1,7 +1,7 @@
-"""A weighted set of reward functions: what a task's `get_reward_funcs` gives, and how a group is scored with it.
+"""A weighted set of reward functions, as returned by a task's `get_reward_funcs`, and the scoring of a group with it.
 
-Each function gives one part of the reward. The total of a rollout is Σ weight × value over the parts that apply to it. A
-part of weight 0 is only recorded: it neither counts as applying nor fails a rollout.
+Each function gives one part of the reward. The total of a rollout is Σ weight × value over the parts that apply to it. A part of
+weight 0 is only recorded: it neither counts as applying nor fails a rollout.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NO_REWARD = "no reward applied: every reward function returned None for this com
 class Rubric:
     """Reward functions with their weights and unique names.
 
-    `Rubric([f, (g, 0.5)])` weighs f by 1 and g by 0.5; `weights` replaces them all. Raises TaskError for an empty list,
-    something that is no function, or weights that are no finite numbers, one for each function.
+    `Rubric([f, (g, 0.5)])` weighs f by 1 and g by 0.5; `weights` replaces them all. Raises TaskError for an empty list, anything
+    that is not a function, or weights that are not one finite number for each function.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Rubric:
         *,
         where: str = "Rubric",
     ) -> None:
-        """`where` says in messages who gave the functions."""
+        """`where` names the origin of the functions in messages."""
         self.where = where
         if not functions:
             raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
@@ -60,7 +60,7 @@ class Rubric:
             check_function(one, place)
             pairs.append((one, own))
         self.functions = tuple(function for function, _ in pairs)
-        # `name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself.
+        # `name`, `name_2`, `name_3` … in the order of the list, but never the name of another function.
         names = [name_of(function) for function in self.functions]
         unique: list[str] = []
         for name in names:
@@ -74,10 +74,10 @@ class Rubric:
 
     @classmethod
     def of(cls, value: object, weights: Sequence[float] | None = None, *, where: str) -> Rubric:
-        """The rubric that `value` stands for: a rubric, a list of functions or pairs, or one function."""
+        """The rubric made of `value`: a rubric, a list of functions or pairs, or one function."""
         if isinstance(value, Rubric):
             given = copy.copy(value)
-            if given.where == type(value).__name__:  # its maker did not say who gave the functions
+            if given.where == type(value).__name__:  # its author did not name an origin
                 given.where = where
             return given if weights is None else given.reweighted(weights)
         if isinstance(value, list | tuple):
@@ -92,7 +92,7 @@ class Rubric:
         return changed
 
     def without(self, names: Collection[str]) -> Rubric:
-        """The same but for the parts of these names. Raises TaskError where none is left, or none that counts."""
+        """A copy without the parts of these names. Raises TaskError if no part is left, or none with a weight."""
         numbers = [number for number, name in enumerate(self.names) if name not in names]
         if not numbers:
             raise TaskError(f"{self.where}: no other reward is left.")
@@ -104,7 +104,7 @@ class Rubric:
         return changed
 
     def under(self, label: str) -> Rubric:
-        """The same functions with parts that are called `label/name`."""
+        """A copy whose parts are called `label/name`."""
         changed = copy.copy(self)
         changed.names = tuple(f"{label}/{name}" for name in self.names)
         return changed
@@ -116,21 +116,21 @@ class Rubric:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that the functions are defined in, but for those of this package."""
+        """The files that define the functions, except those of this package."""
         owners = {_module_of(function) for function in self.functions}
         users = sorted(name for name in owners if not name.startswith("groupwise."))
         modules = [sys.modules.get(name) for name in users]
         return tuple(file for module in modules if (file := getattr(module, "__file__", None)))
 
     def check_columns(self, columns: Collection[str], *, where: str) -> None:
-        """Raise TaskError if a function asks for an argument that these dataset columns do not give it."""
+        """Raise TaskError if a function needs an argument that these dataset columns do not provide."""
         for function in self.functions:
             check_columns(function, columns, where)
 
     def check_rows(self, rows: Mapping[int, Row]) -> None:
-        """Raise TaskError if a function asks for a column that one of these rows lacks, or cannot score one of them.
+        """Raise TaskError if a function needs a column that one of these rows lacks, or cannot score one of them.
 
-        A reward that needs something of every row has a method `check_row(row)`, which raises ValueError where it is not there.
+        A reward that needs something of every row has a method `check_row(row)`, which raises ValueError if it is missing.
         """
         if not rows:
             return
@@ -155,7 +155,8 @@ class Rubric:
                     )
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
-        """The rewards' remarks on this machine before a run. Raises TaskError if it lacks what one of them needs and `refuse` is set.
+        """The rewards' remarks on this machine before a run. Raises TaskError if it lacks something that a reward needs and
+        `refuse` is set.
 
         A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
         """
@@ -172,12 +173,12 @@ class Rubric:
 
     @property
     def columns_meant(self) -> list[tuple[str, str]]:
-        """Each argument that a function means a column by, behind the function's name."""
+        """Pairs of a function's name and an argument that names a column."""
         functions = zip(self.names, self.functions, strict=True)
         return [(name, each) for name, function in functions for each in column_arguments(function)]
 
     def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
-        """The parameters that are None for all of these rows, because their column is empty or missing."""
+        """Pairs of a function's name and a parameter that is None for all of these rows, because their column is empty or missing."""
         empty = (
             each for each in self.columns_meant if all(row.get(each[1]) is None for row in rows)
         )
@@ -198,7 +199,8 @@ class Rubric:
     ) -> GroupScore:
         """Score a group. Plain functions run one after the other, async ones together.
 
-        `started` hears the name of each function just before it runs. Never raises for what a function does.
+        `started` is called with the name of each function just before it runs. Errors of functions are not raised, but fail the
+        rollouts.
         """
         functions = zip(self.names, self.functions, strict=True)
         calls = [call(name, function, request, started) for name, function in functions]
@@ -248,7 +250,7 @@ class Rubric:
 def _as_function_result(
     name: str, result: FunctionResult | BaseException, request: ScoreRequest
 ) -> FunctionResult:
-    """An async function that cancels itself gives an exception past `call`."""
+    """The result of a function. An async function that cancels itself returns an exception here that `call` does not catch."""
     if isinstance(result, FunctionResult):
         return result
     reason = f"reward `{name}` raised {type(result).__name__}"

@@ -1,24 +1,24 @@
-"""Rush Hour: boards, moves, what playing them comes to, and the two rewards for a list of moves.
+"""Rush Hour: boards, moves, playing them, and the two rewards for a list of moves.
 
 A board is written row by row, as text or as a list: `o` is empty, `x` a wall, a letter from A to Z a car. Cars of one cell are
 horizontal. A is the car that must reach the right edge.
 
-A move is a car, a direction and a number of cells, `A>2`; directions are `< > ^ v` or L R U D. Cars move along their own axis, cell by
-cell. The first cell that is not free stops the play: what moved before it stays, but that move was not legal. The play also ends as soon
-as A stands at the right edge, however it came there: then the board is solved. What is written after that is not played, but each
-of it counts as a superfluous move. Steps of one car in one direction that follow each other are played as they are written; they count
-together where moves are compared with a gold solution, or their number with the target.
+A move is a car, a direction and a number of cells, `A>2`; directions are `< > ^ v` or L R U D. Cars move along their own axis, cell
+by cell. The first cell that is not free stops the play: the steps before it remain, but that move is illegal. The play also ends as
+soon as A is at the right edge, even in the middle of a move: then the board is solved. Later moves are not played, but each counts
+as superfluous. Consecutive steps of one car in one direction are played as written, but count as one move when moves are compared
+with a gold solution, or their number with the target.
 
-The moves of a completion are what stands in its last pair of answer tags. Without such tags they are the text after the closing think
-tag, or its last line that is a list of moves. A list holds moves and nothing else, between commas, semicolons or spaces.
+The moves of a completion are the content of its last pair of answer tags. Without such tags they are the text after the closing
+think tag, or its last line that is a list of moves. A list holds only moves, separated by commas, semicolons or spaces.
 
-    exact    1 where the moves are those of a gold solution;
-             0.01 where nothing can be read as a list of moves, but something looks like a move
+    exact    1 if the moves are those of a gold solution;
+             0.01 if there is no list of moves, but something looks like a move
     shaped   0.65 exact + 0.20 solve + 0.10 prefix + 0.05 potential
 
-`solve` is 1 for a solved board within the target length and 1/(1 + excess) beyond it. `prefix` is the larger of two shares: moves
-that begin a gold solution, of its moves, and legal moves, of those written. `potential` is how much of blockers + distance is gone:
-cars and walls in A's way, and cells between A and the right edge.
+`solve` is 1 for a solved board within the target length and 1/(1 + excess) beyond it. `prefix` is the larger of two shares: the
+part of a gold solution that the moves start with, and the legal share of the written moves. `potential` is the share of blockers +
+distance that the moves removed: cars and walls in A's way, and cells between A and the right edge.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from groupwise.tasks.rewards.registry import reward
 EMPTY, WALL, LEAVING = "o", "x", "A"
 
 LOOKS_LIKE_A_MOVE = 0.01
-"""Reward of a completion that holds something like a move, but no list of moves."""
+"""Reward of a completion with something like a move, but no list of moves."""
 
 _DIRECTIONS = {"<": "<", ">": ">", "^": "^", "V": "v", "L": "<", "R": ">", "U": "^", "D": "v"}
 _MOVE = r"[A-Za-z] ?[<>^VvLlRrUuDd] ?0{0,9}[1-9]\d{0,3}(?!\d)"
-_SEPARATOR = r"(?:\s*[,;]\s*|\s+)"  # one way only to read each, or backtracking would not end
+_SEPARATOR = r"(?:\s*[,;]\s*|\s+)"  # unambiguous, or backtracking would be exponential
 _LIST = re.compile(rf"{_MOVE}(?:{_SEPARATOR}{_MOVE})*\s*[.,;]?")
 _LIKE = re.compile(rf"(?<![A-Za-z]){_MOVE}")
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A car, one of `< > ^ v`, and how many cells, 1 or more."""
+    """A car, one of `< > ^ v`, and the number of cells, at least 1."""
 
     car: str
     direction: str
@@ -67,11 +67,11 @@ Moves = tuple[Move, ...]
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A square board that can be played; made by `board_of`, which checks it."""
+    """A square board that can be played; created by `board_of`, which checks it."""
 
     size: int
     cells: str
-    """Row by row, without anything between rows: `oBoAAoooo` for three rows of three."""
+    """Row by row, without separators: `oBoAAoooo` for three rows of three."""
 
     @property
     def rows(self) -> list[str]:
@@ -80,7 +80,7 @@ class Board:
 
     @property
     def to_go(self) -> int:
-        """Cars and walls in A's way to the right edge, and the cells between them: 0 where A stands there."""
+        """Cars and walls between A and the right edge, plus the cells in between; 0 if A is at the edge."""
         front = self.cells.rindex(LEAVING)
         ahead = self.cells[front + 1 : (front // self.size + 1) * self.size]
         cars = set(ahead) - {EMPTY, WALL}
@@ -94,13 +94,15 @@ class Play:
     board: Board
     """The board at the end of the play."""
     begun: int
-    """Moves that were begun: the legal ones, and the one that stopped the play."""
+    """Moves that were started: the legal ones, and the one that stopped the play."""
     legal: int
-    """Moves that were played whole."""
+    """Moves that were played completely."""
     solved: bool
 
     def length(self, moves: Moves) -> int:
-        """Length of these moves, whose play this is: begun steps of one car in one direction count as one, each move after them as one."""
+        """Length of these moves after this play: consecutive started steps of one car in one direction count as one, each later
+        move as one.
+        """
         return len(merge_steps(moves[: self.begun])) + len(moves[self.begun :])
 
 
@@ -108,7 +110,7 @@ class Play:
 
 
 def moves_in(completion: CompletionText) -> Moves | None:
-    """The moves that a completion answers with, as they are written; None where it holds no list."""
+    """The moves that a completion answers with, as written; None if it has no list."""
     text = completion_text(completion)
     tagged = THINK.last_answer(text)
     if tagged is not None:
@@ -119,12 +121,12 @@ def moves_in(completion: CompletionText) -> Moves | None:
 
 
 def _one_spelling(completion: CompletionText) -> str:
-    """The moves as text, merged; empty where there are none."""
+    """The merged moves as text; empty if there are none."""
     return ",".join(map(str, merge_steps(moves_in(completion) or ())))
 
 
 def looks_like_a_move(completion: CompletionText) -> bool:
-    """True if something like `A>2` stands anywhere."""
+    """True if the text contains something like `A>2`."""
     return _LIKE.search(completion_text(completion)) is not None
 
 
@@ -162,7 +164,7 @@ def board_of(value: Any, size: Any = None) -> Board:
 
 
 def _whole(value: Any, name: str) -> int | None:
-    """A number of a column; None where the row has none."""
+    """An integer in a column; None if the row has none."""
     if value is None or value != value:  # the NaN of tables
         return None
     try:
@@ -200,7 +202,7 @@ def _checked_board(size: int, cells: str) -> Board:
 
 
 def play(board: Board, moves: Sequence[Move]) -> Play:
-    """Play moves until A stands at the right edge, one is not legal, or there are no more."""
+    """Play moves until A is at the right edge, a move is illegal, or there are no more."""
     grid, cars = list(board.cells), _cars(board)
     moves_begun, legal, solved = 0, 0, False
     for move in moves:
@@ -214,7 +216,7 @@ def play(board: Board, moves: Sequence[Move]) -> Play:
 
 
 def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
-    """Move a car by one cell, if there is such a car, on that axis, and the cell is free."""
+    """Move a car by one cell, if the car exists, the direction is along its axis, and the cell is free. Returns True if it moved."""
     places = cars.get(move.car)
     if places is None or _is_horizontal(places) != (move.direction in "<>"):
         return False
@@ -241,7 +243,7 @@ def _cars(board: Board) -> dict[str, list[int]]:
 
 
 def _is_horizontal(places: Sequence[int]) -> bool:
-    """Neighbours in a row; a car of one cell is."""
+    """True for neighbours in a row; a car of one cell counts as horizontal."""
     return len(places) == 1 or places[1] - places[0] == 1
 
 
@@ -262,7 +264,7 @@ class RushSolutionExact:
         log_extra: LogExtra | None = None,
         **columns: Any,
     ) -> list[float]:
-        """One value for each completion."""
+        """One reward for each completion."""
         record_answers(log_extra, map(_one_spelling, completions))
         solutions = gold_solutions(columns, len(completions), self.answer_column)
         return each_alone(_exact, completions, solutions)
@@ -295,7 +297,7 @@ class RushSolutionShaped:
         log_extra: LogExtra | None = None,
         **columns: Any,
     ) -> list[float]:
-        """One value for each completion."""
+        """One reward for each completion."""
         record_answers(log_extra, map(_one_spelling, completions))
         count = len(completions)
         nothing = [None] * count
@@ -339,7 +341,7 @@ class RushSolutionShaped:
 def gold_solutions(
     columns: dict[str, Any], count: int, answer_column: str | None = None
 ) -> list[tuple[Moves, ...]]:
-    """The gold solutions of each row. Raises ValueError for a row without any, and for text that is no list of moves."""
+    """The gold solutions of each row. Raises ValueError for a row without any, and for text that is not a list of moves."""
     return [_read_golds(forms) for forms in gold_answers(columns, count, answer_column)]
 
 
@@ -356,7 +358,7 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
 
 @lru_cache(maxsize=256)
 def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
-    """The board, once it is sure that each of these solves it. Raises ValueError that names the first that does not."""
+    """The board, after checking that each of these solutions solves it. Raises ValueError that names the first one that does not."""
     for moves in solutions:
         played = play(board, moves)
         if not played.solved or played.legal < played.begun:
@@ -380,7 +382,7 @@ def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
 
 
 def _matching_prefix_share(moves: Moves, gold: Moves) -> float:
-    """The share of a gold solution that the moves begin with."""
+    """The share of a gold solution that the moves start with."""
     pairs = zip(merge_steps(moves), gold, strict=False)
     same = takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(list(same)) / len(gold)

@@ -1,12 +1,12 @@
-"""A sandbox for untrusted Python code: a process of its own with nothing to see, little to use and an end.
+"""A sandbox for untrusted Python code: a separate process with isolated resources, limited usage and a guaranteed end.
 
-`run` runs a text as a script; a `Box` runs a text or a function of this package, with sockets to talk through. A fresh interpreter
-(`sandbox_child`) builds the box with what this system offers and reports which protections hold: each has a name in `PROTECTIONS`, and
-the result says for each what provides it. Linux offers most of them to any user; a protection that it does not offer here is reported
-as missing, not replaced. Inside there are the standard library, one empty folder, none of this process's environment variables, and
-limits on time, memory, processes, files and output.
+`run` runs source code as a script; a `Box` runs source code or a function of this package, with sockets for communication. A fresh
+interpreter (`sandbox_child`) builds the box from the mechanisms of this system and reports which protections hold: each has a name
+in `PROTECTIONS`, and the result lists the mechanisms that provide it. Linux offers most of them to any user; an unavailable
+protection is reported as missing, not replaced. Inside there are only the standard library, one empty folder, none of this
+process's environment variables, and limits on time, memory, processes, files and output.
 
-Nothing that a program does raises an error here; `SandboxError` means that the box itself could not be built.
+A program's behaviour never raises an error here; `SandboxError` means that the box itself could not be built.
 
 A box guards against code that a model writes during its training, by accident or for reward. It is no security boundary against
 attacks on the kernel, and it does not limit the memory of all processes of a box together.
@@ -37,7 +37,7 @@ from groupwise.core.processes.family import MARK, end_family, has_ended
 from groupwise.core.processes.frames import FrameBuffer, framed
 
 Ending = Literal["finished", "failed", "timed_out", "killed"]
-"""Exit code 0; another one; out of time, by the clock or the processor's; ended by a signal."""
+"""`finished`: exit code 0; `failed`: another one; `timed_out`: out of wall-clock or CPU time; `killed`: ended by a signal."""
 
 PROTECTIONS = {
     "network": "no connection can be made",
@@ -53,17 +53,17 @@ MECHANISMS = ("namespaces", "user", "landlock", "seccomp")
 """Mechanisms that provide the protections. Leaving one out shows what holds without it."""
 
 START_LIMIT = 30.0
-"""Seconds in which a box must be built; a busy machine needs a few."""
+"""Seconds within which a box must be built; a busy machine needs a few."""
 _END_LIMIT = 3.0
-"""Seconds that a box may take to end by itself, before it is searched for and killed."""
+"""Seconds that a box may take to end by itself before its processes are searched for and killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resources that a program may use. Sizes in bytes."""
+    """Resources that a program may use. Sizes are in bytes."""
 
     seconds: float = 5.0
-    """Wall-clock time, counted from when the program begins."""
+    """Wall-clock time from the start of the program."""
     memory: int = 512 << 20
     """Address space of each process."""
     processes: int = 16
@@ -73,29 +73,29 @@ class Limits:
     file_size: int = 8 << 20
     open_files: int = 64
     output: int = 64 << 10
-    """Limit of standard output and of standard error each; the rest is thrown away."""
+    """Limit of standard output and of standard error each; the rest is discarded."""
 
     @property
     def cpu_seconds(self) -> int:
-        """Processor time of each process; a little more than the clock's, which is the fair limit."""
+        """CPU time of each process; slightly more than `seconds`, because wall-clock time is the intended limit."""
         return math.ceil(self.seconds) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The exit, output and protections of a program that has ended."""
+    """The exit, output and protections of an ended program."""
 
     ending: Ending
     code: int | None
-    """Exit code; negative: the signal that ended it; None where the time ran out first."""
+    """Exit code; negative: the signal that ended it; None if the time ran out first."""
     output: bytes
     errors: bytes
     cut: bool
-    """True if standard output had more than is kept."""
+    """True if standard output exceeded its limit."""
     seconds: float
-    """Wall-clock time since it began."""
+    """Wall-clock time since the start of the program."""
     held: Mapping[str, tuple[str, ...]]
-    """Protection → what provided it; nothing: it did not hold."""
+    """Protection → the mechanisms that provided it; empty if it did not hold."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class Result:
 
 
 def missing(protections: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Protections that nothing provides."""
+    """The protections that no mechanism provides."""
     return tuple(name for name, by in protections.items() if not by)
 
 
@@ -117,9 +117,9 @@ async def run(
     without: Sequence[str] = (),
     common_imports: bool = False,
 ) -> Result:
-    """Run a text as a Python script, with nothing else at hand; `common_imports`: common modules need no import, see `known_names`.
+    """Run source code as a Python script in a box; `common_imports`: common modules need no import, see `known_names`.
 
-    Raises SandboxError where no box can be built.
+    Raises SandboxError if no box can be built.
     """
     program = {"source": source, "common_imports": common_imports}
     async with Box(program, stdin=stdin, limits=limits, require=require, without=without) as box:
@@ -127,7 +127,7 @@ async def run(
 
 
 class Box:
-    """One program in its box, from `async with` on; leaving it ends the program and everything that it started."""
+    """One program in its box, from `async with` on; leaving the block ends the program and everything that it started."""
 
     def __init__(
         self,
@@ -139,11 +139,11 @@ class Box:
         require: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> None:
-        """`program` is a `source`, which may have `common_imports`, or a `function` (`package.module:name`) with `arguments`.
+        """`program` has the keys `source` and optionally `common_imports`, or `function` (`package.module:name`) and `arguments`.
 
-        Such a function is the standard library's or this package's.
-        `channels` become descriptors 3, 4, … of the program; close them here as soon as the box is entered. Without the protections
-        that are in `require` nothing is run. `without` leaves mechanisms out.
+        The function must be in the standard library or this package. `channels` become descriptors 3, 4, … of the program; close
+        them here as soon as the box is entered. Nothing is run unless the protections in `require` hold. `without` lists mechanisms
+        to leave out.
         """
         self._program = program
         self._stdin = stdin
@@ -174,12 +174,12 @@ class Box:
         self._streams = [_Stream(stream, self._limits.output) for stream in streams if stream]
         for stream in self._streams:
             await stream.open()
-        with suppress(OSError):  # it died: `result` says so
+        with suppress(OSError):  # it has ended: `result` reports that
             await asyncio.get_running_loop().sock_sendall(self._control, framed(self._orders()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._control.close()  # the order to end
+        self._control.close()  # the warden's order to end
         deadline = time.monotonic() + _END_LIMIT
         pause = 0.001
         try:
@@ -191,11 +191,11 @@ class Box:
             self._process.wait()
             for stream in self._streams:
                 stream.close()
-            # Beside the loop: it may hold so many files that the time of other boxes would be over meanwhile.
+            # Outside the event loop: deleting many files could take longer than the time limits of other boxes.
             await asyncio.to_thread(_delete, self._folder)
 
     async def wait_until_running(self) -> Mapping[str, tuple[str, ...]]:
-        """Wait until the program runs; the protections that hold. Raises SandboxError where the box could not be built."""
+        """Wait until the program runs; returns the protections that hold. Raises SandboxError if the box could not be built."""
         if self._held is not None:
             return self._held
         try:
@@ -217,7 +217,7 @@ class Box:
         return self._held
 
     async def result(self) -> Result:
-        """Wait until the program has ended or its time is over. Raises SandboxError where the box could not be built."""
+        """Wait until the program has ended or its time is over. Raises SandboxError if the box could not be built."""
         protections = await self.wait_until_running()
         code: int | None = None
         ending: Ending = "timed_out"
@@ -233,14 +233,14 @@ class Box:
         return Result(ending, code, output, errors, cut, seconds, protections)
 
     async def _exit_code(self) -> int:
-        """The program's exit code, read until the warden has reported that nothing is left; −SIGKILL if its first process was killed."""
+        """The program's exit code, returned once the warden reports that no process is left; −SIGKILL if its first process was killed."""
         code = -signal.SIGKILL
         while (report := await self._report()) is not None and "over" not in report:
             code = report["ended"]
         return code
 
     async def _report(self) -> dict[str, Any] | None:
-        """The warden's next one; None where there is none."""
+        """The warden's next report; None if there is none."""
         while (frame := self._buffer.take()) is None:
             piece = b""
             with suppress(OSError):
@@ -251,18 +251,18 @@ class Box:
         return json.loads(frame)
 
     async def _drain(self) -> None:
-        """Wait for the rest of the output, which ends when the last process of the box does."""
+        """Wait for the rest of the output, which ends with the last process of the box."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_LIMIT):
                 for stream in self._streams:
                     await stream.wait_for_end()
 
     def _start_warden(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        """The warden. Its interpreter finds the standard library and this package, no site packages, and no secrets."""
+        """Starts the warden. Its interpreter finds the standard library and this package, but no site packages and no secrets."""
         numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
         given = self._folder / "stdin"
         given.write_bytes(self._stdin)
-        with given.open("rb") as stdin:  # to be read alone: it lies on a disk without a limit
+        with given.open("rb") as stdin:  # read-only: the file is on a disk without a limit
             given.unlink()
             return subprocess.Popen(
                 [
@@ -301,7 +301,7 @@ class Box:
 
 
 class _Stream:
-    """One output of a program: the beginning is kept, all of it is read."""
+    """One output stream of a program: all of it is read, only the beginning is kept."""
 
     def __init__(self, pipe: IO[bytes], limit: int) -> None:
         self.kept = bytearray()
@@ -325,7 +325,7 @@ class _Stream:
             self.cut = self.cut or len(piece) > room
 
     async def wait_for_end(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the stream."""
         await asyncio.shield(self._task)
 
     def text(self) -> str:
@@ -333,7 +333,7 @@ class _Stream:
         return self.kept.decode(errors="replace")
 
     def close(self) -> None:
-        """Read no further."""
+        """Stop reading."""
         if self._transport is None:
             self._pipe.close()
             return
@@ -342,23 +342,23 @@ class _Stream:
 
 
 _BARE = ("-s", "-S", "-P", "-B")
-"""No site packages, no own folder on the path, no compiled files. Not `-I`, which would ignore PYTHONHASHSEED."""
+"""No site packages, no script folder on the path, no bytecode files. `-I` is not used, because it would ignore PYTHONHASHSEED."""
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # the order of a set is the same every time
+    "PYTHONHASHSEED": "0",  # makes the order of sets deterministic
     "PYTHONUTF8": "1",
 }
 _KEPT = ("LD_LIBRARY_PATH",)
-"""Without it some interpreters do not start."""
+"""Environment variables that are kept: without them some interpreters do not start."""
 _PACKAGE = Path(__file__).parents[3]
 """Folder that this package is imported from."""
 _USERS = range(1 << 30, 1 << 31)
-"""Numbers of users that do not exist, as a rule."""
+"""User ids that normally do not exist."""
 
 
 def _free_user() -> int:
-    """A user without files or processes, other than that of any box beside it; oneself for anybody but root."""
+    """A user id without files or processes, different from that of any concurrent box; the own id unless this process is root."""
     if os.geteuid() != 0:
         return os.geteuid()
     top = min(_USERS.stop, _highest_user() + 1)
@@ -373,7 +373,7 @@ def _free_user() -> int:
 
 
 def _highest_user() -> int:
-    """The highest number that this system, perhaps a container, knows."""
+    """The highest user id of this system or container."""
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     except OSError:
@@ -393,13 +393,13 @@ def _last_line(text: str) -> str:
 
 
 def _delete(folder: Path) -> None:
-    """Delete what a program may have left: folders that are closed, or so deep that no path reaches their end.
+    """Delete files that a program left, including unreadable folders and folders nested deeper than any path can be.
 
-    Each level is emptied by moving its folders up, so that a path never grows.
+    Each level is emptied by moving its folders up, so paths never grow.
     """
     waiting = [each.path for each in os.scandir(folder)]
     count = 0
-    with suppress(OSError):  # what was left here is left; it is in a folder for temporary files
+    with suppress(OSError):  # some files may remain in the folder for temporary files
         while waiting:
             emptied = waiting.pop()
             os.chmod(emptied, 0o700)

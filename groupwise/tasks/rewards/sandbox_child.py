@@ -1,13 +1,13 @@
 """Code that runs inside a sandbox: a warden, a first process, and the program, which are forks of one fresh interpreter.
 
-The *warden* gets its orders on a socket and reports there. It makes the namespaces and adopts orphans; when the program has ended, or
-the socket has, it ends whatever is left and reports. The *first* process is number 1 of the namespace, where there is one: with it
-the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs untrusted
-code. Only the standard library is imported here, and nothing that this process holds in its memory is secret.
+The *warden* gets its orders on a socket and reports there. It creates the namespaces and adopts orphans; when the program has
+ended, or the socket is closed, it kills the remaining processes and reports. The *first* process is number 1 of the namespace, if
+there is one: when it ends, the kernel kills everything in the namespace. It starts the *program*, which gives up one right after
+the other and then runs untrusted code. Only the standard library is imported here, and the memory of this process holds no secrets.
 
-Reports: `broken` (the box could not be built) or `refused` (it lacks what is required), and nothing is run; else `begun` with the
-protections that hold, `ended` with the program's exit code (negative: the signal that ended it; absent if the first process was
-killed), and `over` when nothing of it is left.
+Reports: `broken` (the box could not be built) or `refused` (a required protection is missing), and nothing is run; else `begun`
+with the protections that hold, `ended` with the program's exit code (negative: the signal that ended it; absent if the first
+process was killed), and `over` when none of its processes is left.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from groupwise.tasks.rewards import sandbox_kernel as kernel
 
 Report = dict[str, Any]
 Held = dict[str, list[str]]
-"""Protection → what provides it; nothing: it does not hold."""
+"""Protection → the mechanisms that provide it; empty if it does not hold."""
 
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 _READABLE_TOO = ("/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom", "/dev/random")
 _DEVICES = ("/dev/null", "/dev/zero")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _HIGH = 512
-"""Descriptors from here on are free."""
+"""Descriptors from this number on are free."""
 _SWEEPS = 200
 """Searches of the process table for remaining processes, if no namespace ends them all at once."""
 
 
 def main() -> Callable[[], None]:
-    """The program; only its process returns from here."""
+    """Builds the box and returns the function to run; only the program's process returns from here."""
     control = socket.socket(fileno=int(sys.argv[1]))
     orders = _orders(control)
     protections: Held = {
         name: [] for name in ("network", "files", "disk", "processes", "user", "calls")
     }
-    with suppress(OSError):  # where memory runs out, Linux ends this process before all others
+    with suppress(OSError):  # if memory runs out, Linux kills this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         # Leave the namespaces and prepare the folder, as far as this system allows.
@@ -85,7 +85,7 @@ def main() -> Callable[[], None]:
             return _first(orders, protections, status_pipe)
         _close([status_pipe, *orders["channels"]])
         _watch(control, status, child)
-    except BaseException:  # noqa: BLE001 — the cause is told; a box that was not built runs nothing
+    except BaseException:  # noqa: BLE001 — the cause is reported; a box that was not built runs nothing
         _tell(control, {"broken": traceback.format_exc()})
     os._exit(0)
 
@@ -104,7 +104,7 @@ def _orders(control: socket.socket) -> dict[str, Any]:
 
 
 def _import_from(library: str) -> None:
-    """Look for the standard library there alone; packages that are loaded look for their parts there too."""
+    """Import the standard library only from this folder; loaded packages find their submodules there too."""
     sys.path[:] = [library, f"{library}/lib-dynload"]
     sys.path_importer_cache.clear()
     for module in list(sys.modules.values()):
@@ -116,10 +116,10 @@ def _import_from(library: str) -> None:
 
 
 def _works(step: Callable[[], None]) -> bool:
-    """True if a step succeeds, tried in a child: half of a namespace would be worse than none."""
+    """True if a step succeeds in a child process. Tried there first, because a half-created namespace would be worse than none."""
     child = os.fork()
     if child == 0:
-        with suppress(BaseException):  # whatever it is, the exit code says that it did not work
+        with suppress(BaseException):  # after any error the exit code reports the failure
             step()
             os._exit(0)
         os._exit(1)
@@ -127,7 +127,7 @@ def _works(step: Callable[[], None]) -> bool:
 
 
 def _readable_by_all(folders: list[str]) -> bool:
-    """True if any user can import from there, so that this interpreter still can after it changes its user."""
+    """True if any user can import from these folders. Checked because this interpreter must still import after it changes its user."""
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     above = {parent for folder in there for parent in folder.parents}
     return all(each.stat().st_mode & 0o5 == 0o5 for each in there) and all(
@@ -136,12 +136,12 @@ def _readable_by_all(folders: list[str]) -> bool:
 
 
 def _watch(control: socket.socket, status: int, child: int) -> None:
-    """Wait for the program's end or for the order to end it; pass on what the first process says."""
+    """Wait for the end of the program, or for the order to end it; forward the reports of the first process."""
     received, ended = b"", False
     with os.fdopen(status, "rb", buffering=0) as pipe:
         while not ended:
             ready, _, _ = select.select([control, pipe], [], [])
-            if control in ready:  # the parent wants this to end, or has ended itself
+            if control in ready:  # the parent wants this to end, or has ended
                 break
             piece = pipe.read(1 << 16)
             ended = not piece
@@ -155,12 +155,12 @@ def _watch(control: socket.socket, status: int, child: int) -> None:
 
 
 def _tell(control: socket.socket, report: Report) -> None:
-    with suppress(OSError):  # the parent has gone
+    with suppress(OSError):  # the parent has ended
         send_frame(control, json.dumps(report).encode())
 
 
 def _end_descendants() -> None:
-    """Kill and reap every process that comes from here."""
+    """Kill and reap all descendants."""
     for _ in range(_SWEEPS):
         for process in _descendants():
             with suppress(ProcessLookupError, PermissionError):
@@ -171,7 +171,7 @@ def _end_descendants() -> None:
 
 
 def _reap() -> bool:
-    """Take leave of children that have ended; whether there are others."""
+    """Reap children that have ended; returns True if others are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -183,7 +183,7 @@ def _reap() -> bool:
 def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError):  # it has ended in the meantime
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(folder.name))
     found: list[int] = []
@@ -198,7 +198,7 @@ def _descendants() -> list[int]:
 
 
 def _first(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
-    """Start the program and see it end; only the program returns."""
+    """Start the program and wait for its end; only the program's process returns."""
     with suppress(OSError):
         kernel.end_with_parent()
     child = os.fork()
@@ -215,8 +215,8 @@ def _first(orders: dict[str, Any], protections: Held, status_pipe: int) -> Calla
 
 
 def _program(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
-    """Give up every right, say so, and return what is to be run."""
-    # Close every descriptor except the standard ones, the channels (renumbered) and `told` (the number after theirs).
+    """Give up every right, report it, and return the function to run."""
+    # Close every descriptor except the standard ones, the channels (renumbered) and `status_pipe` (the number after theirs).
     channels = orders["channels"]
     first = kernel.FIRST_CHANNEL
     high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, status_pipe)]
@@ -251,7 +251,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _prepare_program(program: dict[str, Any]) -> Callable[[], None]:
-    """A text that is run as a script, or a function `package.module:name` with its arguments."""
+    """The function that runs the program: source code as a script, or a function `package.module:name` with its arguments."""
     if "source" in program:
         return lambda: _run_script(
             program["source"], common_imports=program.get("common_imports", False)
@@ -265,19 +265,20 @@ COMMON_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
 )
-"""Modules that the harness of LiveCodeBench imports before a solution: all names of each, then the modules themselves."""
+"""Modules that the harness of LiveCodeBench imports for a solution: first all names of each module, then the modules themselves."""
 
 
 def known_names(*, common_imports: bool) -> dict[str, Any]:
-    """The names that a solution may use without an import: the builtins, and those of typing, which models often forget to import.
+    """The names that a solution may use without an import: the builtins and the names of typing, whose import models often forget.
 
-    With `common_imports` also those of the modules above. They stand where builtins do, so what the solution defines goes before them.
+    With `common_imports` also those of the modules above. They are added to the builtins, so the solution's own definitions take
+    precedence.
     """
     names: dict[str, Any] = {}
     modules = COMMON_MODULES if common_imports else ()
     for module in ("typing", *modules):
         exec(f"from {module} import *", names)
-    del names["__builtins__"]  # which `exec` put there
+    del names["__builtins__"]  # added by `exec`
     ends = {name: _sitebuiltins.Quitter(name, "") for name in ("exit", "quit")}
     return {
         **names,
@@ -295,7 +296,7 @@ def _run_script(source: str, *, common_imports: bool) -> None:
     try:
         code = compile(source, "<program>", "exec", dont_inherit=True)
         exec(code, script.__dict__)
-    except Exception as error:  # noqa: BLE001 — told as an interpreter tells it, without the lines of this file
+    except Exception as error:  # noqa: BLE001 — printed as by the interpreter, without the lines of this file
         traceback.print_exception(
             error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         )
@@ -322,14 +323,14 @@ def _confine(orders: dict[str, Any], protections: Held) -> None:
             signals = signals or version >= 6
     if "seccomp" not in without:
         with suppress(OSError):
-            # No limit binds root, so it starts no process at all.
+            # The kernel's process limit does not apply to root, so a root program may not start processes at all.
             kernel.restrict_calls(signals=signals, processes=os.geteuid() != 0)
             protections["network"].append("seccomp")
             protections["calls"].append("seccomp")
 
 
 def _limit(limits: dict[str, int], *, shared: bool) -> None:
-    """Limits of the kernel for each process. `shared`: the user has other processes, which count too."""
+    """Set the kernel's limits for each process. `shared`: the user has other processes, which also count."""
     processes = limits["processes"] + (_tasks_of(os.geteuid()) if shared else 0)
     for name, value in (
         ("AS", limits["memory"]),
@@ -343,7 +344,7 @@ def _limit(limits: dict[str, int], *, shared: bool) -> None:
         if number is not None:
             _, most = resource.getrlimit(number)
             value = value if most == resource.RLIM_INFINITY else min(value, most)
-            with suppress(OSError, ValueError):  # macOS has no limit of address space
+            with suppress(OSError, ValueError):  # macOS has no address space limit
                 resource.setrlimit(number, (value, value))
 
 

@@ -1,8 +1,8 @@
-"""Linux features by which a process gives up rights: namespaces, another user, Landlock, seccomp.
+"""Linux features with which a process gives up rights: namespaces, another user, Landlock, seccomp.
 
-Each function changes the calling process for good, by system calls, without any package; its children inherit it. One that the
-kernel does not have, or that this container may not use, raises OSError and changes nothing. `sandbox_child` says in which order
-they are called.
+Each function changes the calling process permanently, through system calls only; its children inherit the change. If the kernel
+lacks a feature, or this container may not use it, the function raises OSError and changes nothing. `sandbox_child` defines the
+order of the calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FIRST_CHANNEL = 3
-"""The descriptor of a program's first channel to the outside; the others follow."""
+"""The descriptor of a program's first channel to the outside; further channels have the next numbers."""
 
 _NEWNS, _NEWUTS, _NEWIPC = 0x20000, 0x4000000, 0x8000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -41,7 +41,7 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 def leave_namespaces() -> None:
     """Put this process where it sees no network, and its next child where it sees no other process.
 
-    Root needs nothing for it; anybody else gets a user namespace of his own, which not every system allows.
+    Root needs no further rights; other users get their own user namespace, which not every system allows.
     """
     user, group = os.geteuid(), os.getegid()
     _call("unshare", _APART if user == 0 else _APART | _NEWUSER)
@@ -49,35 +49,35 @@ def leave_namespaces() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)  # what is mounted here stays here
+    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)  # invisible outside the namespace
 
 
 def mount_memory(folder: str, size: int) -> None:
-    """Make `folder` one that lives in memory, holds at most `size` bytes, and is gone with this namespace."""
+    """Mount `folder` in memory, with at most `size` bytes; it disappears with this namespace."""
     options = f"size={size},nr_inodes=4096,mode=0700".encode()
     _call("mount", b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_again(source: str, target: str) -> None:
-    """Show the folder `source` at `target` too."""
+    """Mount the folder `source` at `target` as well."""
     _call("mount", os.fsencode(source), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
 
 
-# Who the process is
+# The identity of the process
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent ends, so that none gets out of sight."""
+    """Become the parent of every descendant whose parent ends, so none escapes."""
     _control(_PR_SET_SUBREAPER, 1)
 
 
 def end_with_parent() -> None:
-    """Be killed when the thread that started this process ends."""
+    """Have this process killed when the thread that started it ends."""
     _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become(user: int) -> None:
-    """Become a user who owns nothing; for root alone."""
+    """Become a user who owns nothing; only root can."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -95,13 +95,12 @@ def give_up_privileges() -> None:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> int:
-    """Landlock: of all files only these can be opened. Returns the version of the kernel's interface.
+    """Landlock: only these files can be opened. Returns the version of the kernel's interface.
 
-    Folders count with all that is in them; paths that are not there are left out. From version 6 on signals do not
-    reach processes that are outside.
+    A folder includes everything in it; missing paths are skipped. From version 6 on, signals do not reach processes outside.
     """
     version = _raw("landlock_create_ruleset", None, 0, 1)
-    # Every right over files that this version knows: 13 of them, then moving, truncating, and controlling devices.
+    # All file rights that this version has: 13 at first, later also moving, truncating, and controlling devices.
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
     rules = struct.pack(
@@ -129,7 +128,7 @@ _LANDLOCK = {
     "landlock_add_rule": 445,
     "landlock_restrict_self": 446,
 }
-"""Their numbers are the same on every architecture."""
+"""System call numbers of Landlock, the same on every architecture."""
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -147,7 +146,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 # System calls
 
 _Numbers = tuple[int | None, int | None]
-"""A system call's numbers, in the order of `_ARCHITECTURES`; None: no such call. The second ones are those of `asm-generic/unistd.h`."""
+"""A system call's numbers, in the order of `_ARCHITECTURES` (the second from `asm-generic/unistd.h`); None if it does not exist."""
 
 _ALLOWED: dict[str, _Numbers] = {
     # files, which Landlock judges when they are opened or changed by path
@@ -174,7 +173,7 @@ _ALLOWED: dict[str, _Numbers] = {
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
     "mremap": (25, 216), "msync": (26, 227), "madvise": (28, 233), "mincore": (27, 232),
     "membarrier": (324, 283),
-    # signals that come
+    # receiving signals
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
     "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133),
     "sigaltstack": (131, 132), "restart_syscall": (219, 128), "pause": (34, None),
@@ -182,7 +181,7 @@ _ALLOWED: dict[str, _Numbers] = {
     # time
     "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
     "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
-    # the process itself; `sched_getaffinity` reads of others how many processors they may use
+    # the process itself; of other processes `sched_getaffinity` shows only which CPUs they may use
     "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getpgrp": (111, None),
     "getpgid": (121, 155), "getsid": (124, 156), "setpgid": (109, 154), "getuid": (102, 174),
     "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
@@ -194,17 +193,18 @@ _ALLOWED: dict[str, _Numbers] = {
     # other programs, and the end
     "execve": (59, 221), "wait4": (61, 260), "waitid": (247, 95), "exit": (60, 93),
     "exit_group": (231, 94),
-    # the sockets that it has
+    # its own sockets
     "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
     "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
     "getsockopt": (55, 209),
 }  # fmt: skip
-"""System calls that CPython and its standard library need, seen by running them. Everything else is refused: calls that reach the
-network, other processes or rare parts of the kernel, that outlive the box or take memory that no limit counts, and that change files
-in ways that Landlock does not check, because it only controls opening them (rights, owners, times, attributes)."""
+"""System calls that CPython and its standard library need, found by running them. All others are refused: calls that reach the
+network, other processes or rare parts of the kernel, that outlive the box or use memory outside of any limit, and that change files
+in ways that Landlock does not check, because it only controls opening them (rights, owners, times, attributes).
+"""
 _PARTLY: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, ...]], ...]] = {
-    (72, 25): ((1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),),  # fcntl: no owner of signals, no lease, no notice
-    (16, 29): ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: of terminals, how much there is to read
+    (72, 25): ((1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),),  # fcntl: no signal owner, no lease, no notification
+    (16, 29): ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: terminal queries, number of readable bytes
     (157, 167): ((0, 0xFFFFFFFF, (15, 16)),),  # prctl: a thread's name
     (302, 261): ((0, 0xFFFFFFFF, (0,)),),  # prlimit64: its own limits
     (53, 199): ((0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))),  # socketpair: of streams, which reach no other process
@@ -212,21 +212,21 @@ _PARTLY: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, ...]], ...]] = {
 """System calls that are allowed if each of these arguments, masked, has one of these values."""
 _SIGNALS: dict[str, _Numbers] = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 _OF_ATTRIBUTES = (range(188, 200), range(5, 17))
-"""Numbers of setxattr to fremovexattr, by architecture: no file here has any attributes."""
+"""Numbers of setxattr to fremovexattr, by architecture: files in the box have no extended attributes."""
 _FORKS: dict[str, _Numbers] = {"fork": (57, None), "vfork": (58, None)}
-"""Elsewhere `clone` does it."""
+"""On other architectures `clone` does it."""
 _PRETENDED: dict[str, _Numbers] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
-"""These calls have no effect but report success, so that `shutil.copy2` and the like work."""
+"""These calls have no effect but report success, so `shutil.copy2` and similar functions work."""
 _CLONE = (56, 220)
 _X32 = 0x40000000
 _A_THREAD = 0x10000
 """Flag of `clone` that makes a thread."""
 
 _FIRST_WITH_FALLBACK = 424
-"""Calls from this number on get ENOSYS: programs then fall back to an older call."""
+"""Calls from this number on return ENOSYS, so programs fall back to an older call."""
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -234,7 +234,9 @@ _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 
 
 def restrict_calls(*, signals: bool, processes: bool) -> None:
-    """Allow the system calls that a program in Python needs, and sending signals and starting processes only if that is said."""
+    """Allow the system calls that a Python program needs; sending signals and starting processes only if `signals` and `processes`
+    are set.
+    """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}")
     program = b"".join(call_filter(platform.machine(), signals=signals, processes=processes))
@@ -244,7 +246,7 @@ def restrict_calls(*, signals: bool, processes: bool) -> None:
 
 
 def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[bytes]:
-    """The filter in the kernel's little language: a jump says how many instructions are skipped if so, and if not."""
+    """The filter as BPF instructions: a jump gives the number of instructions to skip if its test is true, and if it is false."""
     which = list(_ARCHITECTURES).index(architecture)
     calls = {**_ALLOWED, **(_SIGNALS if signals else {}), **(_FORKS if processes else {})}
     allowed = _instruction(_RETURN, _ALLOW)
@@ -255,7 +257,7 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
         _instruction(_EQUAL, _ARCHITECTURES[architecture], 1, 0),
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NUMBER_AT),
-        _instruction(_AT_LEAST, _X32, 0, 1),  # the same calls under other numbers
+        _instruction(_AT_LEAST, _X32, 0, 1),  # the x32 variants of the same calls
         refused,
     ]
     answered = (
@@ -288,7 +290,7 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
         allowed,
         _instruction(
             _AT_LEAST, _FIRST_WITH_FALLBACK, 0, 1
-        ),  # `clone3` too, whose flags cannot be seen
+        ),  # also `clone3`, whose flags a filter cannot read
         unknown,
         refused,
     ]
@@ -297,7 +299,7 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
 def _refuse_unless_value_in(
     argument: int, mask: int, values: tuple[int, ...], refused: bytes
 ) -> list[bytes]:
-    """Refuse unless an argument, of which these bits count, has one of the values."""
+    """Refuse the call unless an argument, masked, has one of the values."""
     looked_at = [
         _instruction(_LOAD, _FIRST_ARGUMENT_AT + 8 * argument),
         _instruction(_AND, mask),
@@ -311,7 +313,7 @@ def _instruction(code: int, value: int, if_so: int = 0, if_not: int = 0) -> byte
     return struct.pack("=HBBI", code, if_so, if_not, value)
 
 
-# The gateway to the C library
+# Access to the C library
 
 
 def _control(option: int, value: object, argument: object = 0) -> None:

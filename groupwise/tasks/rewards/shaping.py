@@ -1,6 +1,6 @@
-"""Rewards for the form of a completion that go beside one for its content: repetition and length.
+"""Rewards for the form of a completion, used in addition to one for its content: repetition and length.
 
-Lengths are in tokens as they were sampled, so they count what the model paid for, special tokens included.
+Lengths are numbers of sampled tokens, including special tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from groupwise.tasks.rewards.mathematics import answer_of, matches_any
 from groupwise.tasks.rewards.registry import reward
 
 CACHE_SHARE = 0.2
-"""The cache as a share of the longest completion, unless it is given: 4,096 of 20,480 as published."""
+"""Default cache as a share of the longest completion: 4,096 of 20,480, as published."""
 
 
 @reward("repetition")
@@ -45,13 +45,13 @@ class Repetition:
             )
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
-        """Between `max_penalty` and 0 for each completion."""
+        """A reward between `max_penalty` and 0 for each completion."""
         values: list[float] = []
         for completion in completions:
             words = completion_text(completion).lower().split()
             grams = [tuple(words[at : at + self.n]) for at in range(len(words) - self.n + 1)]
             share = 1 - len(set(grams)) / len(grams) if grams else 0.0
-            values.append(self.max_penalty * share + 0.0)  # + 0.0: no minus before zero
+            values.append(self.max_penalty * share + 0.0)  # + 0.0 turns -0.0 into 0.0
         return values
 
 
@@ -92,7 +92,7 @@ class Length:
         log_extra: LogExtra | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Between the values above for each completion. Raises ValueError for a row without a gold answer."""
+        """A reward between the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag) for text in texts]
@@ -134,7 +134,7 @@ class Overlong:
             )
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        """Between −1 and 0 for each completion."""
+        """A reward between −1 and 0 for each completion."""
         cache = self.cache or max(1, round(CACHE_SHARE * self.max_length))
         begin = self.max_length - cache
         return [max(min((begin - len(ids)) / cache, 0.0), -1.0) for ids in completion_ids]

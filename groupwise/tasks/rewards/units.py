@@ -1,8 +1,8 @@
-"""Units behind a number: which words can be one, and when two agree.
+"""Units after a number: which words can be a unit, and when two units agree.
 
-A word behind a number could change it, so not every word is a unit. Taken as one: known units (`72 km/h`), what is counted (`72 apples`,
-`13 years old`, `5 people`), one of something (`1 apple`, `1/2 cup`), and words that the gold answer has. Not taken, so that the answer
-counts as no number: `5 short`, `5 octal`, `5 squared`, `5 basis points`, `5 more than 10`, `5 dozen and 3`.
+A word after a number could change it, so not every word is a unit. Accepted: known units (`72 km/h`), counted things (`72 apples`,
+`13 years old`, `5 people`), one of something (`1 apple`, `1/2 cup`), and words of the gold answer. Not accepted, so the answer does
+not count as a number: `5 short`, `5 octal`, `5 squared`, `5 basis points`, `5 more than 10`, `5 dozen and 3`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 _KNOWN: dict[str, str] = {}
-"""Every way of writing a unit, with the one that stands for it in comparisons."""
+"""Every spelling of a unit, mapped to the one that is used in comparisons."""
 for _line in """
     km kilometer kilometre | m meter metre | cm centimeter centimetre | mm millimeter millimetre | dm decimeter | nm nanometer | mi mile
     yd yard | ft foot feet | in inch inches | kg kilogram | g gram | mg milligram | lb lbs pound | oz ounce | t ton tonne
@@ -24,10 +24,10 @@ for _line in """
     _KNOWN.update(dict.fromkeys(_spellings, _spellings[0] if _spellings else ""))
 
 _OF_ONE_LETTER = frozenset("mshglLNJWVAK")
-"""Letters that are a unit where they are written upright."""
+"""Letters that are a unit if they are written upright."""
 
 _SMALL = frozenset("of by at on am pm per a an the us uk".split())
-"""Short words that can stand within a unit."""
+"""Short words that can occur within a unit."""
 
 NO_UNIT = frozenset(
     """
@@ -44,7 +44,7 @@ NO_UNIT = frozenset(
     basis gross versus always sometimes besides thus this has does was las
     """.split()
 )
-"""Words behind a number that are no unit: they change it or take it back."""
+"""Words after a number that are not units: they change the number or take it back."""
 
 
 _PLURALS = frozenset(
@@ -52,17 +52,18 @@ _PLURALS = frozenset(
     people men women children feet teeth mice geese sheep fish deer dice oxen cattle police data media series species pence more fewer les
     """.split()
 )
-"""Irregular plurals without a final s, and words that are said of numbers of things: `5 more`."""
+"""Irregular plurals without a final s, and words used with a number of things: `5 more`."""
 
 
 def words_of(text: str) -> frozenset[str]:
-    """The words of a gold answer, small and singular: behind the number of an answer they are accepted as its unit."""
+    """The words of a gold answer, in lower case and singular: after the number of an answer they are accepted as its unit."""
     return frozenset(map(singular, re.findall(r"[a-zA-Z]{2,}", text)))
 
 
 def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
-    """True if a phrase behind a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known`, the words
-    of the gold answer. Behind a number of at most one (`one`) any noun can be counted."""
+    """True if a phrase after a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known` (the
+    words of the gold answer). After a number of at most one (`one`) any noun can be counted.
+    """
     words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
     return one or any(
         (single := singular(word)) != word.casefold()
@@ -77,7 +78,7 @@ def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
 def is_unit(words: str, upright: bool, later: bool = False) -> bool:
     r"""True if each of these words can be part of a unit; `later`: they follow its first word.
 
-    A single letter can where it stands `upright` in `\text{}`.
+    A single letter can if it is `upright`, as in `\text{}`.
     """
     found = re.findall(r"[a-zA-Z$€£¥°]+", words)
     return bool(found) and all(
@@ -97,7 +98,7 @@ def _is_word_of_unit(word: str, upright: bool, later: bool) -> bool:
 
 
 def is_rate(word: str, per: str) -> bool:
-    """True for `m/s` and its like: single letters that are a unit because of the line between them."""
+    """True for units such as `m/s`: single letters that are a unit because of the slash between them."""
     return word in ("m", "g", "l", "L") and per in ("s", "h", "l", "L", "m", "ml", "mL", "min")
 
 
@@ -107,17 +108,17 @@ def is_joined_unit(word: str) -> bool:
 
 
 _MILLIONS = frozenset("Mm Mg Ms MW MJ MV MN MA Ml ML MPa MHz".split())
-"""Units with the prefix mega: in small letters they would be a thousandth."""
+"""Units with the prefix mega: in lower case the prefix would mean a thousandth."""
 
 
 def singular(word: str) -> str:
-    """A word in small letters and without its plural."""
+    """A word in lower case and in the singular."""
     small = word if word in _MILLIONS else word.casefold()
     return small if len(small) < 3 or small in _KNOWN else small.removesuffix("s")
 
 
 def unit_of(text: str) -> str:
-    """A unit in the form in which units are compared: `km/h` for kilometers per hour, `m^2` for square meters."""
+    """A unit in its form for comparisons: `km/h` for kilometers per hour, `m^2` for square meters."""
     text = re.sub(r"(?i)\bper\b", "/", text)
     text = re.sub(r"\^\{?\s*(-?\d)\s*\}?", r"^\1", text)
     parts: list[str] = []
@@ -137,7 +138,7 @@ def unit_of(text: str) -> str:
 
 
 def units_compatible(one: str, other: str) -> bool:
-    """True if two units do not contradict each other: they are equal, or one is missing, or says no more than `units`."""
+    """True if two units do not contradict each other: they are equal, or one is missing or just the word `units`."""
     if not one or not other or one == other:
         return True
     return one.partition("^")[0] == "unit" or other.partition("^")[0] == "unit"

@@ -1,11 +1,11 @@
 """A worker process: it builds its server object once, then answers one request after the other.
 
-The first message says what to import. One thread reads the socket, so that it notices a closed socket while user code runs: then
-the parent is gone, or wants this process to end, and the whole process group ends. Answers are JSON, because the parent
-trusts nothing that user code could have written; requests are pickled, because this process trusts its parent.
+The first message names the factory to import. A separate thread reads the socket, so a closed socket is noticed while user code
+runs: then the parent has ended, or wants this process to end, and the whole process group ends. Answers are JSON, because the
+parent must not unpickle data that user code could have written; requests are pickled, because this process trusts its parent.
 
-The server object scores rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose
-result is made of plain values; `started` gets the name of the user code that is about to run, and whether it is `repeated`.
+The server object scores rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose result
+consists of plain values; it calls `started` with the name of the user code that is about to run, and whether it is `repeated`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from groupwise.core.types import to_json
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve requests on the socket `descriptor` until it ends."""
+    """Serve requests on the socket `descriptor` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to_parent(parent, os.environ[MARK])
     connection = socket.socket(fileno=descriptor)
@@ -43,18 +43,18 @@ def main(descriptor: int, parent: int) -> None:
     own = os.getpid()
 
     def send(message: dict[str, Any]) -> None:
-        if os.getpid() != own:  # user code forked, and its copy came back here
+        if os.getpid() != own:  # user code forked, and its copy returned to here
             os._exit(0)
         send_frame(connection, json.dumps(message).encode())
 
-    gc.disable()  # imports make no garbage, and looking for it would be a tenth of the start
+    gc.disable()  # imports make no garbage; looking for it would take a tenth of the start
     try:
         setup = json.loads(inbox.get())
-        folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
+        folders = [*setup["sys_path"], os.getcwd()]  # last, so no file there can hide a module
         sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
         factory = load(setup["factory"], kind="factory").object
         server = factory(**setup["arguments"])
-    except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+    except BaseException as error:  # noqa: BLE001 — any error is reported to the parent
         send({"start_failed": _error_text(error)})
         return
     gc.freeze()
@@ -66,7 +66,7 @@ def main(descriptor: int, parent: int) -> None:
             number = int.from_bytes(frame[:8], "big")
             try:
                 answer = _answer(server, pickle.loads(frame[8:]), send, runner)
-            except BaseException as problem:  # noqa: BLE001 — told to the parent, whatever it is
+            except BaseException as problem:  # noqa: BLE001 — any error is reported to the parent
                 answer = {"error": _error_text(problem)}
             send({"number": number, **answer})
 
@@ -106,10 +106,10 @@ def _score(
     started: Callable[[str], None],
     runner: asyncio.Runner,
 ) -> dict[str, Any]:
-    """The group's score as JSON values, written here: what user code put into it may refuse to be."""
+    """The group's score as JSON values, converted here because values from user code may be impossible to convert."""
     try:
         return _as_json(_await_result(scorer.score(request, started), runner))
-    except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
+    except BaseException as error:  # noqa: BLE001 — any error of user code fails only its group
         reason = f"scoring raised {_error_text(error)}"
         return _as_json(unscored(len(request.completions), "failed", reason))
 

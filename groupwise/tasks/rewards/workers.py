@@ -1,7 +1,7 @@
-"""Reward functions in processes of their own that can be killed and replaced at any time.
+"""Reward functions in worker processes that can be killed and replaced at any time.
 
-The run asks `RewardWorkers`; each worker scores one group at a time. One that takes too long or crashes is replaced, and its group
-comes back unscored with the reason. No answer depends on which worker gave it. `pool` says how that is done.
+The run calls `RewardWorkers`; each worker scores one group at a time. A worker that takes too long or crashes is replaced, and its
+group is returned unscored with the reason. Results do not depend on the worker. `pool` has the details.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RewardWorkers:
         await self._pool.start()
 
     async def score(self, request: ScoreRequest) -> GroupScore:
-        """Score one group. Raises RewardWorkerError only where no worker can be started or reached."""
+        """Score one group. Raises RewardWorkerError only if no worker can be started or reached."""
         ended = await self._ask(request, self._time_limit)
         count = len(request.completions)
         match ended:

@@ -1,7 +1,7 @@
-"""The interface by which groups are made: one question, whichever kind of rollout answers it.
+"""The interface for making groups: one request, the same for every kind of rollout.
 
-Training and evaluation make an `Ask` for each draw and give it to the `RolloutKind` that the config names. What comes back is a group
-whose rollouts are pending, or failed or timed out with a reason; the rewards come afterwards.
+Training and evaluation make an `Ask` for each draw and give it to the `RolloutKind` that the config names. The result is a group
+whose rollouts are pending, or failed or timed out with a reason; rewards are added afterwards.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from groupwise.core.types import Example, Group, GroupRequest, Sampler, SamplingParams
 
 SeedOf = Callable[[int, int], int]
-"""(member, segment) -> 64-bit seed: a hash of what is drawn, `groupwise.tasks.rollouts.seeds`."""
+"""(member, segment) -> 64-bit seed: a hash of what is drawn, see `groupwise.tasks.rollouts.seeds`."""
 
 ENVIRONMENT = -1
-"""The segment whose seed (of member 0) is the environment's."""
+"""The segment number (of member 0) whose seed the environment gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class RolloutKind(Protocol):
     """One way of making rollouts. Implementations: `Single`, `TwoStage`, `EnvironmentRollouts`."""
 
     async def start(self) -> None:
-        """Get ready, processes included; optional, the first sample does it too."""
+        """Prepare, including worker processes. Optional: the first sample does it too."""
         ...
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
-        """The group of an ask; may be awaited for many at once, and no group depends on the others."""
+        """The group for an `Ask`. Many may be awaited concurrently; groups do not depend on each other."""
         ...
 
     async def close(self) -> None:
-        """End what was started."""
+        """End everything that was started."""
         ...

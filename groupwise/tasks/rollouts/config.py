@@ -79,7 +79,7 @@ class RolloutConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys of another type, and keys of workers where there are none."""
+        """Keys of another type, and worker keys without workers."""
         for owner, keys in OWN_KEYS.items():
             for key in keys if owner != self.type else ():
                 if getattr(self, key) != self.__class__.model_fields[key].default:
@@ -91,7 +91,7 @@ class RolloutConfig(Strict):
             yield from idle_in_process(self, "keeps environments in one process")
 
     def longest(self, max_completion_length: int) -> int:
-        """The most tokens that may follow a prompt, given the most tokens of one completion."""
+        """Most tokens that may follow a prompt, given the most tokens of one completion."""
         if self.type == "two_stage":
             inserted = len(
                 (self.reasoning_end + self.answer_start).encode()

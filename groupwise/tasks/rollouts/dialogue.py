@@ -1,12 +1,12 @@
 """The conversation of a rollout of several turns, as the tokens that the sampler sees.
 
-Sampled tokens stay as they were sampled. The environment's answer is appended to them: text as it stands, or, in a chat,
-the difference between the chat template's output for the conversation before and its output now. That difference
-begins where the policy's words end, so it includes everything that the template puts between two turns.
+Sampled tokens are never changed. The environment's answer is appended to them: unchanged for text; in a chat, as the difference
+between the chat template's output before and after the answer. That difference starts where the policy's words end, so it includes
+everything that the template puts between two turns.
 
 Some templates rewrite earlier turns, for example without their reasoning. Then there is no such difference: the conversation is
-tokenised again, and a new row begins, whose prompt is all that the policy sees. A template that only trims white space at the ends
-of the policy's words does not cause that.
+tokenised again, and a new row starts, whose prompt is everything that the policy sees. A template that only trims white space at
+the ends of the policy's words does not cause that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from groupwise.tasks.tools import Schema, instructions
 
 
 class Unrenderable(Exception):
-    """An observation that cannot follow what was said before; its text says why."""
+    """An observation that cannot follow the conversation; the message says why."""
 
 
 class Dialogue(Protocol):
@@ -38,22 +38,22 @@ class Dialogue(Protocol):
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens that the sampler sees next."""
+        """The tokens that the sampler gets next."""
         ...
 
     def say(self, completion: Completion, params: SamplingParams) -> str:
-        """Take what the policy wrote; returns it as text."""
+        """Add the policy's completion; returns it as text."""
         ...
 
     def hear(self, observation: Observation, longest: int) -> bool:
-        """Take the environment's answer, unless the context would have more than `longest` tokens; whether it was taken.
+        """Add the environment's answer, unless the context would have more than `longest` tokens. Returns True if it was added.
 
         Raises Unrenderable.
         """
         ...
 
     def record(self, observation: Observation) -> None:
-        """Note an answer that the policy does not see any more."""
+        """Record an answer that the policy no longer sees."""
         ...
 
     @property
@@ -74,7 +74,7 @@ def begin(
     columns: Mapping[str, Any],
     ids: tuple[int, ...] | None,
 ) -> Dialogue:
-    """A dialogue that begins with this prompt; `ids` are its tokens where they are known. The rest as in `first_ids`."""
+    """A dialogue that starts with this prompt; `ids` are its tokens if they are known. The other arguments are those of `first_ids`."""
     ids = ids or first_ids(tokenizer, prompt, tools, columns)
     if isinstance(prompt, str):
         return TextDialogue(tokenizer, ids)
@@ -85,12 +85,13 @@ def begin(
 def first_ids(
     tokenizer: Any, prompt: Prompt, tools: Sequence[Schema], columns: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Tokens of a first prompt; of a chat with the tools in it, and with what the other columns of the row give to its template.
+    """Tokens of a first prompt. A chat prompt includes the tools, and its template gets the row's other columns that are meant for
+    it.
 
     Raises TaskError.
     """
     if isinstance(prompt, str):
-        own = for_template(columns, "a row")  # `tools` of a task are told of by its own text
+        own = for_template(columns, "a row")  # the task's own text describes its `tools`
         return prompt_ids(tokenizer, prompt, own.tools, own.arguments)
     given = _for_template(tools, columns)
     if given.tools and not knows_tools(tokenizer):
@@ -133,7 +134,7 @@ def told_of_tools(messages: Sequence[Message], tools: Sequence[Schema]) -> list[
 
 
 class TextDialogue:
-    """Text after text, with nothing in between; a `Dialogue`."""
+    """Plain text with nothing between completions and answers; a `Dialogue`."""
 
     def __init__(self, tokenizer: Any, ids: tuple[int, ...]) -> None:
         self.segments: list[Segment] = []
@@ -199,11 +200,11 @@ class ChatDialogue:
         self._prompt = told_of_tools(prompt, tools) if self._told else list(prompt)
         self._messages: list[Message] = []
         self._rendered = self._render(self._prompt)
-        """The conversation up to where the policy speaks, as the template wrote it last."""
+        """The template's last output for the conversation, up to the point where the policy continues."""
         self._context = ids
         self._last: Sequence[int] = ()
         self._row: tuple[int, ...] | None = None
-        """Prompt of the row that the next segment begins, if it begins one."""
+        """Prompt of the row that the next segment starts, if it starts one."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -276,13 +277,13 @@ class ChatDialogue:
             raise Unrenderable(str(refused)) from refused
 
     def _end_of_turn(self) -> str:
-        """The stop token that the policy wrote, as text; empty where it wrote none."""
+        """The stop token that the policy wrote, as text; empty if it wrote none."""
         if completion_text(self._tokenizer, self._last[-1:]):
             return ""
         return self._tokenizer.decode(list(self._last[-1:]), skip_special_tokens=False)
 
     def _as_template_knows(self, message: Message) -> Message:
-        """Turns a tool's result into a user's message if the chat's template knows no tools."""
+        """Turns a tool's result into a user message if the chat template does not support tools."""
         if not self._told or message["role"] != "tool":
             return message
         brought = break_control_tokens(self._tokenizer, message["content"], of_tool=True)

@@ -2,18 +2,18 @@
 
     first prompt → (completion → observation, done)* → rewards
 
-The policy's tokens teach, the environment's are seen and do not. The first turn of a group is asked for at once, because its members
-share their prompt; afterwards each goes its own way. A rollout ends
+The policy's tokens are trained; those of the environment are only context. The first turn of a group is sampled in one request,
+because its members share their prompt; afterwards each continues on its own. A rollout ends
 
     done             when the environment says so
-    cut off          at `max_turns` completions, or where no token is left of `max_rollout_length`; see `Rollout.ended_by`
+    cut off          at `max_turns` completions, or when no token is left of `max_rollout_length`; see `Rollout.ended_by`
     timed_out        when a turn takes longer than `time_limit`, or all its turns longer than `max_seconds`, of the environment's
-                     own time: waiting for the sampler, for another rollout's turn, or for what is repeated after the loss of a
-                     process does not count
+                     own time: waiting for the sampler, for another rollout's turn, or for the repetition after
+                     the loss of a process does not count
     failed           when the environment raises, or its answer cannot be shown to the policy
 
-A rollout that was cut off is scored like one that is done. A completion that reaches its own limit is given to the environment
-as it is.
+A rollout that was cut off is scored like one that is done. A completion that reaches its own limit is passed to the environment
+unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
 
 LEAST_LIMIT = 0.05
-"""Least time limit of a turn in seconds, however little is left of `max_seconds`."""
+"""Minimum time limit of a turn in seconds, even if less is left of `max_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Limits:
     max_seconds: float
     """Seconds for all its turns."""
     room: int | None = None
-    """Most tokens that the sampler can see, prompt included; None: no such limit."""
+    """Most tokens that the sampler can process, prompt included; None: no such limit."""
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One rollout under way."""
+    """One rollout in progress."""
 
     member: int
     session: int
@@ -85,7 +85,7 @@ class _Attempt:
 
     @property
     def is_over(self) -> bool:
-        """True if no more is to be sampled."""
+        """True if nothing more is to be sampled."""
         return self.ended_by is not None or self.outcome != "pending"
 
     def fail(self, outcome: Outcome, reason: str | None) -> None:
@@ -115,7 +115,7 @@ class EnvironmentRollouts:
         await self._host.start()
 
     async def close(self) -> None:
-        """End the workers with all that lives in them."""
+        """End the workers with all environments in them."""
         await self._host.close()
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
@@ -141,7 +141,7 @@ class EnvironmentRollouts:
         return Group(ask.draw, example, rollouts)
 
     async def opening(self, ask: Ask) -> tuple[int, ...]:
-        """Tokens of the prompt that an example's environment begins with. Raises TaskError where it gives none."""
+        """Tokens of the prompt that an example's environment starts with. Raises TaskError if it gives none."""
         attempt = await self._begin_attempt(ask, 0)
         if attempt.outcome != "pending":
             raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
@@ -152,7 +152,7 @@ class EnvironmentRollouts:
     # --- one rollout --------------------------------------------------------------------------------
 
     async def _begin_attempt(self, ask: Ask, member: int) -> _Attempt:
-        """The attempt with its first prompt; failed where there is none."""
+        """The attempt with its first prompt; failed if there is none."""
         session = next(self._sessions)
         call = self._call(ask, member, session)
         reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
@@ -160,7 +160,7 @@ class EnvironmentRollouts:
         known = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
             dialogue, problem = self._dialogue(ask, prompt, self._tools, known), None
-        except (TaskError, Unrenderable) as error:  # a prompt that the environment made
+        except (TaskError, Unrenderable) as error:  # a prompt made by the environment
             prompt, problem = ask.example.prompt, str(error)
             dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
         longest = len(dialogue.context) + self._limits.max_tokens
@@ -192,7 +192,7 @@ class EnvironmentRollouts:
     async def _play_turns(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
     ) -> None:
-        """Plays all turns, from the first completion on."""
+        """Plays all turns, starting with the first completion."""
         while completion is not None:
             params = self._params(ask, attempt)
             attempt.completions.append(attempt.dialogue.say(completion, params))
@@ -223,7 +223,7 @@ class EnvironmentRollouts:
             self._take(attempt, await self._host.ask(call, self._limits.time_limit))
 
     def _take(self, attempt: _Attempt, reply: Reply) -> None:
-        """Note what a reply says beside its observation."""
+        """Process the parts of a reply other than its observation."""
         attempt.lives = reply.outcome == "pending"
         if attempt.outcome != "pending":
             return
@@ -256,7 +256,7 @@ class EnvironmentRollouts:
     # --- sampling -----------------------------------------------------------------------------------
 
     def _params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
-        """Parameters of the next completion: as long as asked for, or as there is room."""
+        """Parameters of the next completion: its length is the requested one, or the remaining room if that is less."""
         room = attempt.longest - len(attempt.dialogue.context)
         return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
 

@@ -1,8 +1,8 @@
 """Hosts of environments: worker processes that can be killed, or a thread of the run.
 
-An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and a worker that
-exceeds it is killed and replaced; its other rollouts continue in the new one (see `sessions`). All rollouts of a
-group run in the same worker, chosen by the draw.
+An environment is user code, which may hang, crash and fork, so each worker process runs one call at a time with a time limit, and a
+worker that exceeds it is killed and replaced; its other rollouts continue in the new one (see `sessions`). All rollouts of a group
+run in the same worker, chosen by the draw.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ KIND = Kind("environment worker", EnvironmentWorkerError)
 
 
 class EnvironmentHost(Protocol):
-    """Holds the environments of all rollouts under way."""
+    """Holds the environments of all rollouts in progress."""
 
     async def start(self) -> None:
-        """Get ready; optional. Raises EnvironmentWorkerError if that fails."""
+        """Prepare; optional. Raises EnvironmentWorkerError if that fails."""
         ...
 
     async def ask(self, call: SessionCall, limit: float) -> Reply:
         """Make a call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
 
-        Never raises for what the environment does.
+        Errors of the environment are not raised; they are in the reply.
         """
         ...
 
     async def close(self) -> None:
-        """End everything, whatever is under way."""
+        """End everything, including calls in progress."""
         ...
 
 
@@ -99,17 +99,17 @@ class WorkerHost:
 
 
 class LocalHost:
-    """Environments in one thread of this process, where none can be killed; an `EnvironmentHost`."""
+    """Environments in one thread of this process, which cannot be killed; an `EnvironmentHost`."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._thread = LimitedThread("environments", _too_slow)
 
     async def start(self) -> None:
-        """The thread is ready as soon as it is made."""
+        """Does nothing: the thread is ready once it is created."""
 
     async def ask(self, call: SessionCall, limit: float) -> Reply:
-        """See `EnvironmentHost.ask`. Raises EnvironmentWorkerError when a call takes too long, then and ever after."""
+        """See `EnvironmentHost.ask`. Raises EnvironmentWorkerError once a call takes too long, and in every later call."""
 
         async def work(job: Work) -> Reply:
             return await self._sessions.reply(call, job.note)

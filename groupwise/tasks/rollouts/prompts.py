@@ -1,4 +1,4 @@
-"""A task's examples with their prompts as token ids: what can be drawn, and how long it gets."""
+"""A task's examples with their prompts as token ids, limited in length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from groupwise.tasks.tools import Schema
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Examples and their prompts, beside each other."""
+    """Examples and their prompts, in parallel sequences."""
 
     examples: tuple[Example, ...]
     prompts: tuple[tuple[int, ...], ...]
@@ -44,11 +44,11 @@ def tokenise(
     tools: Sequence[Schema] = (),
     strict: bool = False,
 ) -> PromptSet:
-    """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens), or refusing them where that is `strict`.
+    """Tokenise all prompts, leaving out those longer than `max_prompt_length` tokens, or refusing them with `strict`.
 
-    `tools` are described in the prompts of chats. `room` is what the model leaves for a prompt beside the longest completion.
-    Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit there, or if no
-    example is left.
+    `tools` are described in chat prompts. `room` is the number of tokens that the model's context leaves for a prompt in addition
+    to the longest completion. Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit, or if
+    no example is left.
     """
     if room < 1:
         raise TaskError(
@@ -91,14 +91,14 @@ def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) 
 
 
 def as_seen(tokenizer: Any, group: Group) -> Group:
-    """The group with the prompt of a chat as the model saw it; of members that differ, that of the first."""
+    """The group with a chat prompt as the model saw it; if members differ, as the first one saw it."""
     if isinstance(group.example.prompt, str) or not group.rollouts:
         return group
     return replace(group, prompt_seen=rendered(tokenizer, group.rollouts[0].prompt_ids))
 
 
 def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
-    """Warnings about prompts that are probably not what their author means."""
+    """Warnings about prompts that are probably not as their author intended."""
     marks = _marks(tokenizer)
     texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
     problems = [
@@ -121,7 +121,7 @@ def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
 
 
 def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
-    """Notes on prompts that are text, for a model with a chat template."""
+    """Notes on text prompts for a model that has a chat template."""
     texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
     if tokenizer is None or not tokenizer.chat_template or not texts:
         return []

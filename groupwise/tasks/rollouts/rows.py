@@ -1,8 +1,8 @@
-"""Turns scored rollouts and their weights into the rows that are trained.
+"""Turns scored rollouts and their weights into training rows.
 
-A rollout is one row, or several if the chat template rewrote earlier turns: each segment that has a prompt of its own begins
-one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. Rows are computed separately; a value for
-the rollout as a whole, such as a ratio or an importance weight, needs `with_others`.
+A rollout is one row, or several if the chat template rewrote earlier turns: each segment with a prompt of its own starts a row. All
+rows of a rollout have its weight, so sums over rows are sums over rollouts. Rows are computed separately; a value for the rollout
+as a whole, such as a ratio or an importance weight, needs `with_others`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights = tuple[RolloutCredit | None, ...]
 
 
 def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[Row]:
-    """The rows of each rollout that has a weight; the sampled ids go in verbatim. A row without a policy's token is left out."""
+    """The rows of each rollout that has a weight; the sampled ids are used unchanged. A row without a token of the policy is left out."""
     return [
         row
         for group, group_weights in zip(groups, weights, strict=True)
@@ -37,9 +37,9 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
 
 
 def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
-    """The rows, each with sums over the other rows of its rollout, if it has any; all of these must be given.
+    """The rows, each with sums over the other rows of its rollout, if it has any; the call must include all rows of a rollout.
 
-    `policy` holds the log-probabilities of each row's tokens by the weights of this update; None: they are the old ones.
+    `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones.
     """
     places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -56,7 +56,7 @@ def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = 
 
 
 def with_advantages(group: Group, weights: Weights) -> Group:
-    """The group with each rollout's advantage noted, for the record."""
+    """The group with each rollout's advantage, for the record."""
     noted = [
         replace(rollout, advantage=weight.advantage if weight else None)
         for rollout, weight in zip(group.rollouts, weights, strict=True)
@@ -69,7 +69,8 @@ def with_learner_logprobs(
 ) -> Group:
     """The group with the learner's log-probabilities of the trained tokens, for the record.
 
-    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: none were kept.
+    `logprobs` has the log-probabilities for each row that `training_rows` makes of the group with these weights; None if they were
+    not kept.
     """
     left = iter(logprobs or ())
     learnt = [weight is not None and logprobs is not None for weight in weights]
@@ -82,7 +83,7 @@ def with_learner_logprobs(
 
 
 def _learnt(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[Segment]:
-    """The segments of a rollout whose rows come next."""
+    """The segments of a rollout whose rows come next in `logprobs`."""
     for _, segments in _parts(rollout):
         values = next(logprobs) if any(map(_teaches, segments)) else ()
         start = 0
@@ -100,7 +101,7 @@ def _rows(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
 
 
 def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
-    """The segments, cut where a new row begins, each part with its prompt."""
+    """The segments, divided at each new row, each part with its prompt."""
     parts: list[tuple[tuple[int, ...], list[Segment]]] = [(rollout.prompt_ids, [])]
     for segment in rollout.segments:
         if segment.prompt_ids is not None:
@@ -141,7 +142,9 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Rollo
 
 
 def _tokens_withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
-    """Tokens that could not be drawn in a segment that begins at `start` of its row; each segment counts from its own beginning."""
+    """Tokens that were excluded from sampling in a segment that starts at `start` of its row: the stop tokens before `min_tokens`,
+    which counts from the start of each segment.
+    """
     params = segment.params
     if segment.source != "policy" or params is None:
         return ()
@@ -163,7 +166,7 @@ def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
 
 
 def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
-    """Summed over the tokens that teach."""
+    """The sum of `of` − `to` over the trained tokens."""
     return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
 
 

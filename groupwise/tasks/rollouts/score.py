@@ -1,8 +1,8 @@
-"""Scoring a group: its rollouts go to the rewards, and come back with parts, total and outcome.
+"""Scoring a group: its rollouts are sent to the rewards, and returned with parts, total and outcome.
 
-Only pending rollouts are scored: a rollout that failed or timed out in its environment has no reward. Rewards of the
-environment and of the reward functions add up. If there are no reward functions, an environment without a reward counts as 0:
-leaving such rollouts out would leave out those that lost.
+Only pending rollouts are scored: a rollout that failed or timed out in its environment has no reward. Rewards of the environment
+and of the reward functions add up. If there are no reward functions, an environment without a reward counts as 0: skipping such
+rollouts would skip exactly the lost games.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def score_group(
 def score_request(
     group: Group, global_step: int, max_steps: int, steps_per_epoch: float | None = None
 ) -> ScoreRequest:
-    """The pending rollouts of a group as reward functions see them: every column repeated for each."""
+    """The pending rollouts of a group in the form for reward functions: every column repeated for each rollout."""
     pending = [rollout for rollout in group.rollouts if rollout.outcome == "pending"]
     prompt = group.example.prompt
     columns = {ORIGIN: group.origin, **group.example.columns}

@@ -1,7 +1,7 @@
 """Derives the seeds of all random numbers of a run.
 
-A member's seed is a hash of what it is (config seed, draw, member, segment, attempt), never of when it was drawn. So results do not
-depend on the order of arrival, repeated runs agree, and a resumed run draws what the uninterrupted one would have drawn.
+A member's seed is a hash of its identity (config seed, draw, member, segment, attempt), not of the time of sampling. So results do
+not depend on the order of arrival, repeated runs agree, and a resumed run samples the same as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 
 
 def derive(*parts: int | str) -> int:
-    """A 64-bit number from what something is: SHA-256 of the parts, separated, first 8 bytes."""
+    """A 64-bit number from an identity: the first 8 bytes of the SHA-256 of the parts, with separators."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -21,6 +21,8 @@ def member_seed(seed: int, draw: int, member: int, segment: int = 0, attempt: in
 
 
 def evaluation_seed(seed: int, index: int, member: int, segment: int = 0) -> int:
-    """The seed of one sample's segment in an evaluation: the same for every policy, so that they can be paired."""
+    """The seed of one sample's segment in an evaluation: the same for every policy, so that evaluations can be compared sample by
+    sample.
+    """
     later = (segment,) if segment else ()
     return derive("evaluation", seed, index, member, *later)

@@ -1,12 +1,11 @@
 """Runs environments: one session for each rollout; each call repeats all earlier completions.
 
-A `SessionCall` carries every completion so far. If the session exists, only the last one is new to it. If it does not, because its
-process is gone, the environment is created again and gets all completions again; its answers must be those that it
-gave before (`heard`), or the rollout fails. The repeated part has a limit of its own (`repeat_limit`), because the
-rollout may have little time left for its new part. So killing a process costs only the rollout that hung in it, and the other
-rollouts need no bookkeeping.
+A `SessionCall` carries every completion so far. If the session exists, only the last one is new to it. If it was lost with its
+process, the environment is created again and gets all completions again; its answers must be the same as before (`heard`), or the
+rollout fails. The repeated part has its own limit (`repeat_limit`), because the rollout may have little time left. So killing a
+process costs only the rollout that hung in it, and the other rollouts need no bookkeeping.
 
-`Sessions` runs in a worker process or in a thread of the run, and never raises for what an environment does.
+`Sessions` runs in a worker process or in a thread of the run, and never raises the errors of an environment.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from groupwise.tasks.environment import (
 
 
 class Started(Protocol):
-    """Told what user code is about to run."""
+    """Callback that is called just before user code runs."""
 
     def __call__(self, name: str, *, repeated: bool = False) -> None:
-        """`repeated`: it has run before, in a process that is gone."""
+        """`repeated`: the code has run before, in a process that was lost."""
         ...
 
 
@@ -48,7 +47,7 @@ class SessionCall:
     """A request to the environment of one rollout: its first prompt, the next turn, or its end."""
 
     session: int
-    """Names the rollout."""
+    """Identifies the rollout."""
     draw: int
     member: int
     seed: int
@@ -58,11 +57,11 @@ class SessionCall:
     completions: tuple[str, ...] = ()
     """All completions so far; empty in the request for the first prompt."""
     heard: tuple[str, ...] = ()
-    """Digests of the replies so far, one for the beginning and one for each turn."""
+    """Digests of the replies so far: one for the start and one for each turn."""
     repeat_limit: float | None = None
-    """Seconds for each repeated piece: it was fast enough before, whatever time is left. None: the limit of new pieces."""
+    """Seconds for each repeated piece, which was fast enough before; independent of the remaining time. None: the limit of new pieces."""
     ending: bool = False
-    """The rollout has ended; nothing is to be answered any more."""
+    """True if the rollout has ended and only its final rewards and metrics are requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,12 @@ class Reply:
     """An environment's answer, or the reason why there is none."""
 
     prompt: Prompt | None = None
-    """The first prompt, where `reset` gave one."""
+    """The first prompt, if `reset` returned one."""
     observation: Observation = None
     done: bool = False
     parts: tuple[RewardPart, ...] = ()
     seconds: float = 0.0
-    """Time that the environment took; a repetition after the loss of its process is not counted."""
+    """Seconds that the environment took; repetitions after the loss of its process do not count."""
     digest: str = ""
     outcome: Outcome = "pending"
     """`failed` or `timed_out` with a reason, or `pending`."""
@@ -89,11 +88,11 @@ class _Session:
 
 
 class _Unusable(Exception):
-    """The environment, or an answer of it, cannot be used; its text says why."""
+    """The environment or one of its answers is invalid; the message says why."""
 
 
 class Sessions:
-    """The environments of one process; `answer` is what a worker is asked."""
+    """The environments of one process; the worker calls `answer` for each request."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         self._factory = factory
@@ -104,7 +103,7 @@ class Sessions:
         return json.loads(to_json(await self.reply(call, started)))
 
     async def reply(self, call: SessionCall, started: Started) -> Reply:
-        """Do what the call asks; an exception of the environment fails its rollout."""
+        """Execute a call; an exception of the environment fails its rollout."""
         try:
             session = self._sessions.get(call.session)
             if session is None:
@@ -124,7 +123,7 @@ class Sessions:
         return Reply(outcome="failed", reason=printable(reason))
 
     async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
-        """A new environment that has heard what the lost one had."""
+        """A new environment that has repeated all turns of the lost one."""
         started(f"{_name(self._factory)}()", repeated=bool(call.heard))
         environment = self._factory()
         try:
@@ -145,7 +144,7 @@ class Sessions:
     async def _turn(
         self, session: _Session, call: SessionCall, turn: int, started: Started
     ) -> Reply:
-        """The beginning (turn 0), or the answer to the completion of a turn from 1."""
+        """The start of the rollout (turn 0), or the answer to the completion of a turn (from 1)."""
         begun_at = time.perf_counter()
         reply = await (
             self._begin(session, call, started)
@@ -202,7 +201,7 @@ class Sessions:
         return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun_at)
 
     async def _drop(self, session: int) -> None:
-        """Forget an environment; what its `close` raises is of no interest any more."""
+        """Remove an environment; errors of its `close` are ignored."""
         dropped = self._sessions.pop(session, None)
         close = getattr(dropped and dropped.environment, "close", None)
         if close is not None:
@@ -212,7 +211,7 @@ class Sessions:
 
 @contextmanager
 def _checking_answer_of(name: str) -> Generator[None]:
-    """Turns a ValueError into `_Unusable` with the name of the method whose answer is wrong."""
+    """Turns a ValueError into `_Unusable` with the name of the method that returned the invalid answer."""
     try:
         yield
     except ValueError as problem:

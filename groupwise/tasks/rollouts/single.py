@@ -1,4 +1,4 @@
-"""The plain rollout: one prompt, one completion, asked for a whole group at once."""
+"""The plain rollout: one prompt, one completion; a whole group is sampled in one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from groupwise.core.types import (
 from groupwise.tasks.rollouts.asking import Ask
 
 ToText = Callable[[Sequence[int]], str]
-"""Token ids as the text that rewards see."""
+"""Converts token ids to the text that rewards see."""
 
 
 class Single:
@@ -27,7 +27,7 @@ class Single:
         self._to_text = to_text
 
     async def start(self) -> None:
-        """There is nothing to start."""
+        """Does nothing."""
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
@@ -37,7 +37,7 @@ class Single:
         )
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 async def sample_group(
@@ -69,7 +69,7 @@ async def sample_group(
 def policy_segment(
     completion: Completion, params: SamplingParams, prompt_ids: tuple[int, ...] | None = None
 ) -> Segment:
-    """The sampler's completion as a segment; `prompt_ids` if it begins a new row."""
+    """The sampler's completion as a segment; `prompt_ids` if it starts a new row."""
     return Segment(
         source="policy",
         token_ids=completion.token_ids,

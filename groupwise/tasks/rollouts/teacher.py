@@ -1,7 +1,7 @@
-"""A teacher's examples as token ids: which are trained, what is cut off, and what goes into the record.
+"""A teacher's examples as token ids: which tokens are trained, how long rows are cut, and how rollouts are recorded.
 
-Each example becomes one row, or several where its chat template rewrites earlier turns. A row that is longer than the limit is cut at the
-end or the beginning, or left out; one of which nothing trained is left then is left out as well, and both are counted.
+Each example becomes one row, or several if its chat template rewrites earlier turns. A row longer than the limit is cut at the end
+or the beginning, or left out; a cut row without trained tokens is left out as well. Cut and omitted rows are counted.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class TeacherWay:
 
     text_field: str = "text"
     completion_only: bool | None = None
-    """None: where the row says what is a completion."""
+    """None: only the completion, if the row marks one."""
     last_turn_only: bool = False
     max_length: int = 1 << 30
-    """Tokens of a row."""
+    """Most tokens of a row."""
     vocabulary: int = 1 << 30
-    """Token ids that the model knows: 0 up to one less."""
+    """Size of the vocabulary: valid token ids are below it."""
     truncation: TruncationMode = "keep_start"
     formatting: Callable[[Any], Any] | None = None
     collator: Callable[[Any], Any] | None = None
     strict: bool = False
-    """True: a row that the chat template does not take is an error."""
+    """True: a row that the chat template rejects is an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """An example and the rows that it teaches by."""
+    """An example and its training rows."""
 
     example: Example
     rows: tuple[Masked, ...]
@@ -75,9 +75,9 @@ class LessonSet:
     cut: int = 0
     """Rows that were cut because they were too long."""
     dropped: int = 0
-    """Rows that were left out, because they were too long or nothing trained was left of them."""
+    """Rows that were left out, because they were too long or had no trained tokens left."""
     refused: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Rows that the chat template does not take, by the reason."""
+    """Rows that the chat template rejects, by reason."""
 
     @property
     def tokens(self) -> int:
@@ -86,7 +86,7 @@ class LessonSet:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens that teach."""
+        """Number of trained tokens."""
         return sum(sum(row.mask) for lesson in self.lessons for row in lesson.rows)
 
     @property
@@ -96,7 +96,7 @@ class LessonSet:
 
     @property
     def without_end(self) -> int:
-        """Turns and completions that are trained without a token that ends them."""
+        """Number of turns and completions that are trained without an end token."""
         rows = [row for lesson in self.lessons for row in lesson.rows]
         return sum(row.stretches - row.ends for row in rows)
 
@@ -104,9 +104,9 @@ class LessonSet:
 def read_lessons(
     tokenizer: Any, rows: Sequence[dict[str, Any]], way: TeacherWay, *, where: str
 ) -> LessonSet:
-    """Tokenise and mask all rows. Raises `TaskError` that starts with `where`, and names the row, for one that cannot be right.
+    """Tokenise and mask all rows. Raises `TaskError` with a message that starts with `where` and names the row, for an invalid row.
 
-    A row that the chat template does not take is left out, and an error where the way is `strict` or no other is left.
+    A row that the chat template rejects is left out; it is an error with `way.strict`, or if no other row is left.
     """
     if way.formatting is not None:
         what = f"{where}, formatted by get_sft_formatting_func,"
@@ -149,7 +149,7 @@ def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
 
 
 def teacher_row(masked: Masked) -> Row:
-    """The learner's row: from the first trained token to the last, with all tokens before as its prompt."""
+    """The learner's row: from the first trained token to the last, with all tokens before it as the prompt."""
     start, end = _trained_span(masked)
     completion = masked.ids[start:end]
     return Row(
@@ -205,7 +205,7 @@ def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Mas
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
     chat = _chat(tokenizer, content)
-    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may stand before
+    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
     turns = [turn for turn in assistant_turns(chat) if turn >= begins]
     prefills = {begins: content.prefill} if content.prefill else {}
     return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
@@ -225,7 +225,7 @@ def _whole(tokenizer: Any, content: Content) -> Masked:
 
 
 def _chat(tokenizer: Any, content: Conversation) -> Chat:
-    """The template's input; if the template knows no tools, they are described in the system message."""
+    """The template's input; if the template does not support tools, they are described in the system message."""
     if content.tools and not knows_tools(tokenizer):
         messages = told_of_tools(content.messages, content.tools)
         return Chat(messages, (), content.template_kwargs)
@@ -233,12 +233,12 @@ def _chat(tokenizer: Any, content: Conversation) -> Chat:
 
 
 def _of_tokens(tokens: Tokens) -> Masked:
-    """A row of ready-made tokens, whose end is taken as given."""
+    """A row of given tokens, whose end is not changed."""
     return Masked(tokens.ids, tokens.mask, ends=1)
 
 
 def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
-    """The first token has nothing before it that could predict it, so it is never trained."""
+    """Checks token ids and masks. The first token is never trained, because there is no context to predict it from."""
     unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < way.vocabulary)
     if (place := next(unknown, None)) is not None:
         raise TaskError(
@@ -254,7 +254,7 @@ def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
 
 
 def _fit_to_length(masked: Masked, way: TeacherWay) -> Masked | None:
-    """The row within the limit; None where it is left out, or nothing of it would teach."""
+    """The row within the length limit; None if it is left out, or has no trained token left."""
     if len(masked.ids) <= way.max_length:
         return masked
     if way.truncation == "drop":

@@ -1,18 +1,18 @@
 """The rollout in two stages: reasoning of bounded length, then an answer that always gets its own room.
 
     prompt → reasoning, until the end tag or its limit
-           → the end tag, if it is not there, and the start tag of the answer, both inserted
+           → the end tag, if it is missing, and the start tag of the answer, both inserted
            → the answer, until a stop token or its limit
 
-A policy that reasons on and on so answers all the same. Inserted tokens are seen and do not teach. The second stage is a request of its
-own for each member, whose prompt is all that went before, so this works with every sampler.
+So even a policy that never stops reasoning answers. Inserted tokens are context and are not trained. The second stage is a separate
+request for each member, whose prompt is everything before it, so this works with every sampler.
 
-Stop tokens and the stop texts of the config (`sampler.stop`) end either stage, as they end a completion; a
-reasoning that they end has its answer all the same.
+Stop tokens and the stop texts of the config (`sampler.stop`) end either stage, as they end a completion; reasoning that ends in
+this way is also followed by an answer.
 
-The end tag is looked for as text, because it may be several tokens. What was sampled stays as it was sampled: if the tag ends
-inside a token, the rest of this token stays too, and the answer's tag follows it; if a stop token or a stop text ended the
-reasoning, it stays, and the tags follow it.
+The end tag is searched for as text, because it may be several tokens. Sampled tokens are never changed: if the tag ends inside a
+token, the rest of this token is kept too, and the answer's tag follows it; if a stop token or a stop text ended the reasoning, it
+is kept, and the tags follow it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TwoStage:
         self._tokenizer = tokenizer
 
     async def start(self) -> None:
-        """There is nothing to start."""
+        """Does nothing."""
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
@@ -54,7 +54,7 @@ class TwoStage:
         return Group(ask.draw, ask.example, tuple(rollouts))
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
     async def _sample_answer(
         self, sampler: Sampler, ask: Ask, member: int, reasoning: Segment
