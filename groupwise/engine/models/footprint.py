@@ -186,8 +186,8 @@ class Footprint:
         """Bytes of a micro-batch's activations and logits.
 
         The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
-        The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these for
-        a single layer. Its head computes `CHUNK` tokens at once; on a CPU their float32 copies exist for only a few of these at a time.
+        The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
+        for a single layer. Its head computes `CHUNK` tokens at once; on a CPU their float32 copies exist for only a few of these at a time.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer. For `CHUNK` tokens
         they keep logits, logits divided by the temperature, probabilities, and a gradient.
