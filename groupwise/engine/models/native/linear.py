@@ -164,8 +164,8 @@ def quick_float32(enabled: bool) -> Generator[None]:
     """Let oneDNN compute float32 products; on AMD CPUs that is twice as fast as MKL.
 
     Torch uses oneDNN only if rounding to bfloat16 is allowed, so this allows it where oneDNN would not actually round. On other CPUs
-    nothing changes: the sampler's scores are float32, and rounded ones would be the largest difference from them. Torch still gives products of up
-    to 4,096 multiplications to MKL, which may add in another order.
+    nothing changes: the sampler's scores are float32, and rounded ones would be the largest difference from them. Torch still gives
+    products of up to 4,096 multiplications to MKL, which may add in another order.
     """
     products = cast("Any", torch.backends.mkldnn).matmul
     before = products.fp32_precision

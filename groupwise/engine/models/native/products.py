@@ -152,8 +152,8 @@ def _tile(rows: int) -> Any:
     """Code for a tile of `rows` rows.
 
     Its arguments are x and the weights, for their types; then the address of the first line, the number of lines, the address to fetch
-    ahead and its step per line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, the 16 initial sums (the bias), the
-    results and their stride: addresses, and strides in bytes.
+    ahead and its step per line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, the 16 initial sums (the
+    bias), the results and their stride: addresses, and strides in bytes.
     """
 
     def typed(
