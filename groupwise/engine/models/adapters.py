@@ -166,7 +166,7 @@ def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
 
 def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
     """The model with one adapter, called `hollow`; neither has storage."""
-    base = hollow_model(model)  # not on the meta device: it may load real weights to prepare a bundled model
+    base = hollow_model(model)  # may prepare a bundled model, which loads real weights
     with torch.device("meta"):
         adapted = AdaptedModel(base, config)
         adapted.add("hollow", trainable=True, seed=0)

@@ -110,7 +110,8 @@ def check_sent(folder: Path) -> None:
     """Check a model folder uploaded by an untrusted user, before any library reads it.
 
     Raises ModelError if it names files outside of the folder, or code or repositories that would be loaded (an index with paths,
-    `auto_map`, an attention or experts implementation other than `eager` and `sdpa`, a `backbone`), or if its model type is no language model.
+    `auto_map`, an attention or experts implementation other than `eager` and `sdpa`, a `backbone`), or if its model type is no language
+    model.
     """
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".index.json"):
