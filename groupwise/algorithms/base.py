@@ -53,7 +53,7 @@ class TokenBatch:
     proximal_logprobs_BT: Tensor | None = None
     """Log-probabilities under the learner's weights at the start of the step; None in its first update, where they are the policy's own."""
     others: Others | None = None
-    """None if each row is a whole rollout."""
+    """Sums over the other rows of each rollout; None if each row is a whole rollout."""
     credits_BT: Tensor | None = None
     """`Row.credits` of each row; only the loss `given` needs them."""
 
@@ -128,7 +128,7 @@ class Loss(Protocol):
         ...
 
     def loss(self, batch: TokenBatch) -> LossResult:
-        """The undivided sums of a batch. Raises ValueError if the batch lacks what is needed."""
+        """The undivided sums of a batch. Raises ValueError if the batch lacks a needed tensor."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Base of the group-relative algorithms: the common part of their loss, and the knobs that belong to it.
 
     policy  = −Σ_rows scale · Σ_tokens w · surrogate
-    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference), as `kl.py` says
+    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference), see `kl.py`
     entropy = −entropy_coef · Σ_rows Σ_tokens H(policy)
     ratio   = exp(policy log-probability − old log-probability)
 

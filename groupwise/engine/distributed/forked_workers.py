@@ -92,7 +92,7 @@ class Ranks(Calls):
         return future.result()
 
     async def make(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
-        """Tell the started zygote to make the hosted object, and wait until `count` ranks host it.
+        """Send the started zygote its setup, and wait until `count` ranks host the object.
 
         `factory` names a function (`package.module:function`). It is called with `arguments` as keywords; they must be expressible as JSON.
         Raises the factory's own errors, and RunError if a process has ended. After an error or a cancelled wait, all processes have ended.
@@ -106,7 +106,7 @@ class Ranks(Calls):
         self._until_made_now()
 
     def close(self) -> None:
-        """End all processes, even busy ones, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they have ended. May be called again."""
         self._end(RunError("The model workers are closed."))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -117,13 +117,13 @@ class Ranks(Calls):
         pairs = [socket.socketpair() for _ in range(count)]
         self.count = count
         self._lines = [MessageChannel(ours) for ours, _ in pairs]
-        with suppress(OSError):  # it has ended, and the thread hears why
+        with suppress(OSError):  # the zygote has ended; the thread reports why
             self._control.send(setup_of(factory, arguments), [theirs for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
 
     def _end(self, reason: RunError) -> None:
-        """Fail running and future calls, and have the processes end."""
+        """Fail running and future calls, and make the processes end."""
         if self._fail_all(reason):
             self._control.end()
 
@@ -131,7 +131,7 @@ class Ranks(Calls):
         if self._output is not None:
             self._output.begin_call()
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _run_thread(self) -> None:
         self._end(reason_of(self._run_zygote))
@@ -140,7 +140,7 @@ class Ranks(Calls):
         """Start the zygote and listen for as long as it lives. Returns how it ended; on every way out the zygote has ended."""
         number = self._theirs.fileno()
         arguments = (str(os.getpid()), str(number), *self._modules)
-        with self._theirs:  # from then on the zygote's alone, so that its end is noticed
+        with self._theirs:  # closed here once the zygote has it, so its end is noticed
             try:
                 self._process = process = Popen(
                     [sys.executable, "-P", "-m", "groupwise.engine.distributed.zygote", *arguments],
@@ -180,7 +180,7 @@ class Ranks(Calls):
                 except EOFError:
                     if line is self._control:
                         return
-                    self._selector.unregister(line)  # the zygote says why
+                    self._selector.unregister(line)  # the zygote will report why
                     continue
                 for message in messages:
                     self._take(message)

@@ -106,7 +106,7 @@ class RankLearner:
 
     @contextmanager
     def traced(self) -> Generator[RankTrace]:
-        """Trace the work of the first rank while it is open; see `groupwise.engine.models.profile`."""
+        """Context manager that traces the work of the first rank; see `groupwise.engine.models.profile`."""
         self._ranks.call_each_now([(0, "begin_trace", ())])
         try:
             yield RankTrace(self._ranks)

@@ -58,7 +58,7 @@ class Peers(Started):
             name, arguments = "load_sent", (name, given, contents)
         return super()._ask(rank, name, arguments)
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _open(self) -> None:
         self._meeting = socket.create_server((self._host, 0))

@@ -34,7 +34,7 @@ _MOST_SOCKETS = 253
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Tells the zygote which object to make. It hosts it in as many ranks as sockets come with the message."""
+    """Describes the object that the zygote must make. As many ranks host it as sockets come with the message."""
 
     factory: str
     """`package.module:function`; its result is hosted, see `groupwise.engine.distributed.rank`."""

@@ -206,7 +206,7 @@ class ModelParts:
     sampler: ModelSampler
     learner: ModelLearner
     model: Model
-    """Used for other calls, such as `learner.fingerprint`."""
+    """For all other calls, such as `learner.fingerprint`."""
     stop_token_ids: tuple[int, ...]
 
 
@@ -281,7 +281,7 @@ class Models:
         return await self._hosts[0].call("layer_kinds")
 
     def host_of(self, name: str) -> int:
-        """Number of the rank that hosts a model that was added."""
+        """Index of the host (rank) of an added model."""
         return self._models[name][1]
 
     def _there_are(self) -> str:

@@ -47,7 +47,7 @@ RankCall = tuple[int, str, tuple[Any, ...]]
 
 
 class Calls:
-    """Ranks that can be called. See `groupwise.engine.distributed.rank` for what can be called."""
+    """Calls to ranks; see `groupwise.engine.distributed.rank`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -88,7 +88,7 @@ class Calls:
         return found
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
-        """Make the same call of all ranks."""
+        """Make the same call to all ranks."""
         return await self.call_each((rank, name, arguments) for rank in range(self.count))
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
@@ -105,7 +105,7 @@ class Calls:
         return self.call_each_now((rank, name, arguments) for rank in range(self.count))
 
     def close(self) -> None:
-        """End all processes, even busy ones, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they have ended. May be called again."""
         raise NotImplementedError
 
     async def _until_made(self) -> None:
@@ -137,7 +137,7 @@ class Calls:
                 settle(self._pop_pending(number), error=error)
 
     def _begin_call(self) -> None:
-        """Called before a call is sent."""
+        """Called before a call is sent; subclasses override it."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
@@ -221,7 +221,7 @@ def _log(record: logging.LogRecord) -> None:
 
 
 def same_in_all(what: str, found: Sequence[str]) -> str:
-    """The value of `what` that all ranks report. Raises RunError if they differ."""
+    """The value that all ranks report. Raises RunError, with `what` as the value's name, if they differ."""
     if len(set(found)) > 1:
         raise RunError(
             f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "

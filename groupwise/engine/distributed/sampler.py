@@ -1,4 +1,4 @@
-"""A sampler whose work is done by ranks.
+"""A sampler that distributes its work over ranks.
 
 Groups that are requested within a few milliseconds are divided among the ranks together. Clients may request the groups of a step one by
 one, and this avoids cutting them more than necessary. A member's draw does not depend on its rank nor on other members, so the division

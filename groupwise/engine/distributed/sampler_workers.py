@@ -65,7 +65,7 @@ class Samplers(Started):
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
         """Unanswered calls of each sampler, by their numbers; a replacement receives them again."""
         self._up: set[int] = set()
-        """Samplers that can be sent calls."""
+        """Samplers that are ready to receive calls."""
         self._newest: Policy | None = None
         self._catching_up: dict[int, int] = {}
         """Replacement samplers that are loading the newest weights, by the number of the call that loads them."""
@@ -94,7 +94,7 @@ class Samplers(Started):
                 calls.pop(number, None)
         return super()._pop_pending(number)
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _open(self) -> None:
         for rank in range(self.count):
@@ -187,7 +187,7 @@ class Samplers(Started):
             self._selector.unregister(line)
             line.close()
         self._pids.pop(rank, None)
-        with suppress(ProcessLookupError, PermissionError):  # what it started
+        with suppress(ProcessLookupError, PermissionError):  # its own children, too
             os.killpg(self._started[rank].pid, signal.SIGKILL)
         code, words = self._reap(rank)
         self._ends[rank] += 1

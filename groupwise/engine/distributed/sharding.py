@@ -39,7 +39,7 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
     """
     rooms = [0] * len(
         loads
-    )  # members that each rank takes, so that loads end as near to each other as they can
+    )  # members that each rank takes, chosen so that the final loads are as equal as possible
     busy = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(busy)
     for _ in range(sum(sizes)):

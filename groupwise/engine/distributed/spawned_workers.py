@@ -109,14 +109,14 @@ class Started(Calls):
         return first
 
     def _wake_thread(self) -> None:
-        with suppress(OSError):  # they have ended by themselves
+        with suppress(OSError):  # the thread has ended already
             self._wake.sendall(b".")
 
     def _begin_call(self) -> None:
         for output in [*self._outputs.values()]:
             output.begin_call()
 
-    # --- what the subclasses define ---------------------------------------------------------------
+    # --- defined by the subclasses ----------------------------------------------------------------
 
     def _open(self) -> None:
         """Start the processes."""
@@ -143,7 +143,7 @@ class Started(Calls):
             self._lines = [self._by_rank[each] for each in range(self.count)]
             settle(self._ready)
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _run_thread(self) -> None:
         reason = reason_of(self._listen)

@@ -40,7 +40,7 @@ class Launched:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """This process's place if it was started with others, else None. Raises UsageError for values that are not whole numbers."""
+    """This process's rank among those started together; None if it was started alone. Raises UsageError for invalid values."""
     if not all(environment.get(word) for word in WORDS):
         return None
     try:

@@ -132,7 +132,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A trace, the context that ends it, and the learner without marks."""
+    """A running trace, the context manager that ends it, and the learner without trace marks."""
 
     work: AbstractContextManager[Trace]
     trace: Trace

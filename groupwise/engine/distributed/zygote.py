@@ -50,7 +50,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     enable()
     line = MessageChannel(socket.socket(fileno=descriptor))
     setup = _answer_until_setup(line)
-    os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
+    os.environ.update(NO_GPU)  # ranks compute on the CPU; GPU drivers do not survive a fork
     lines = [MessageChannel(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
     try:
@@ -92,7 +92,7 @@ def make(setup: Setup) -> Any:
 def _fork_ranks(
     hosted: Any, line: MessageChannel, lines: Sequence[MessageChannel], log_level: int
 ) -> tuple[int, ...]:
-    """Fork a rank for each line; returns their process ids."""
+    """Fork a rank for each connection; returns their process ids."""
     collect()
     freeze()  # a garbage collection in a rank would write to every object, and so copy the shared memory
     zygote = os.getpid()

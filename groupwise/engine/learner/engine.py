@@ -22,7 +22,7 @@ Compute = Callable[[Any, ForwardOutputs], Forward]
 
 
 class Engine(Protocol):
-    """Forward passes of rows, with a gradient if torch's gradients are on."""
+    """Computes forward passes of rows, with a gradient if torch's gradients are enabled."""
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import OptimiserParams
 
-if TYPE_CHECKING:  # Tunix's worker imports this file, but has no config module
+if TYPE_CHECKING:  # Tunix's worker imports this file, and needs no config
     from groupwise.engine.learner.config import OptimisationConfig
 
 

@@ -28,7 +28,7 @@ LEFT_OUT = ("callbacks", "run")
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
 """Packages whose versions a run records (`packages_used`)."""
 WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
-"""The commands that train, in words."""
+"""The training commands, as phrases for the card."""
 DIGITS = 4
 _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
 """Matches strings that look like a path on this machine."""

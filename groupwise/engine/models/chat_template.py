@@ -130,7 +130,7 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
         return tokenizer.apply_chat_template(messages, **arguments, **how)
     except (
         Exception
-    ) as error:  # a template is a program of the model's makers and raises what it likes
+    ) as error:  # a template is a program by the model's authors and may raise anything
         text = refusal(error, messages)
         raise Refused(text[0].upper() + text[1:]) from error
 

@@ -182,6 +182,6 @@ class Decoder:
 
 
 def causal_mask(queries: int, before: int, device: torch.device) -> Tensor:
-    """[1, queries, before + queries]: everything before, and oneself and earlier ones among the queries."""
+    """Mask [1, queries, before + queries]: a query sees all keys before the queries, itself, and earlier queries."""
     keys = torch.arange(before + queries, device=device)
     return (keys[None] <= torch.arange(before, before + queries, device=device)[:, None])[None]

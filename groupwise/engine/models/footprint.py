@@ -221,7 +221,7 @@ def footprint_of(
 ) -> Footprint:
     """The footprint of the engines that `groupwise.engine.models.native.weights.native_model` would choose for these weights.
 
-    With `by_modules`, or if an adapter has dropout, transformers' modules learn.
+    With `by_modules`, or if an adapter has dropout, the learner uses transformers' modules.
     """
     size, on_cpu = bytes_of(dtype), device == "cpu"
     native = counts.native and (not on_cpu or without_numba() is None)

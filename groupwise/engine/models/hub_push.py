@@ -28,7 +28,7 @@ from groupwise.runs.folder import FINAL
 MADE_BY_THE_HUB = frozenset({".gitattributes"})
 """Files that the hub itself adds; a branch with only these counts as empty."""
 COMMITS = "hub.json"
-"""File of a run with its last commit of each branch, by `OWNER/NAME@REVISION`."""
+"""File in a run's folder with the commit of its last upload to each branch, by `OWNER/NAME@REVISION`."""
 _NO_REF = re.compile(
     r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@?$", re.ASCII
 )

@@ -282,7 +282,7 @@ def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
-    """The peft config of a fresh adapter."""
+    """The peft config of a new adapter."""
     targets = settings.target_modules
     return LoraConfig(
         r=settings.r,

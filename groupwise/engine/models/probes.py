@@ -1,4 +1,4 @@
-"""Measurements that need torch: the device's facts and memory use, and its generator's numbers."""
+"""Measurements that need torch: a device's memory and its use, and the numbers of torch's generator."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def shared_memory() -> int | None:
 
 
 def random_start(seed: int, count: int) -> list[float]:
-    """The first numbers of the generator from which a new adapter is initialised; they differ if torch's generator differs."""
+    """The first numbers of the generator from which a new adapter is initialised."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, generator=generator).tolist()

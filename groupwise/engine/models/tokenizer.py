@@ -1,7 +1,7 @@
 """Finds a model's files, and its tokenizer, without loading the model.
 
 A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` returns the location of its files without loading them. There is
-no silent fallback: an error's message says what was looked for, and where.
+no silent fallback: an error's message names the model and the places searched.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def import_class() -> None:
 
 @contextlib.contextmanager
 def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
-    """Turn a loader's error into a message that says what was looked for and where, or that memory ran out."""
+    """Turn a loader's error into a message that names the file and the places searched, or says that memory ran out."""
     try:
         with memory_explained(f"loading the {what} {config.name!r}"):
             yield

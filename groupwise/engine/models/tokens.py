@@ -42,7 +42,7 @@ def prompt_ids(
         text = prompt_text(tokenizer, chat)
         try:
             ids = text_ids(tokenizer, text)
-        except TypeError as error:  # no valid Unicode
+        except TypeError as error:  # invalid Unicode
             raise Refused(refusal(error, chat.messages)) from error
     if not ids:
         raise TaskError("A prompt has no tokens: an empty text cannot be completed.")

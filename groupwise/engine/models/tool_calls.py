@@ -1,7 +1,7 @@
 """Determines in which form a chat template accepts the tool calls of a conversation, because templates differ.
 
-Most templates take arguments as objects. Some fail on objects, or write them in Python's syntax, and need JSON text. Some compare the
-content of a message with a call to none, but transformers removes keys whose value is None; their text is changed to test for a missing
+Most templates take arguments as objects. Some fail on objects, or write them in Python's syntax, and need JSON text. Some test
+whether the content next to a call is none, but transformers removes keys whose value is None; their text is changed to test for a missing
 key. Trial renders of the conversation show which form works. If a template omits calls, they are written into the message as text, in
 the form in which a model's calls are parsed: a `<tool_call>` with JSON.
 """

@@ -48,7 +48,7 @@ T = TypeVar("T")
 FIRST_PATIENCE = 15.0
 """Seconds of retries for the first request: a wrong address should be reported soon."""
 LAST_PATIENCE = 5.0
-"""Seconds of retries when a closing session tells the server; otherwise the server notices it by the missing heartbeat."""
+"""Seconds of retries when a closing session notifies the server, which would notice the missing heartbeat anyway."""
 BYTES = {"Content-Type": "application/octet-stream"}
 
 

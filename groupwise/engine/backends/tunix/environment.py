@@ -242,7 +242,7 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
         flags.append(f"--xla_force_host_platform_device_count={count}")
         least = THREADS_OF_A_DEVICE * count
     if most := max(least, threads or 0):
-        own["NPROC"] = str(most)  # XLA's name for the threads of a CPU
+        own["NPROC"] = str(most)  # XLA reads the number of CPU threads from it
     if accelerator() == "cuda":
         flags.append(REPEATABLE)
     if threads == 1:

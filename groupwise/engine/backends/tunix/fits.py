@@ -73,7 +73,7 @@ def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[s
     check_layers(described, layers)
 
 
-# --- what the description says --------------------------------------------------------------------
+# --- the model's config ---------------------------------------------------------------------------
 
 
 def check_description(described: Described) -> None:
@@ -127,7 +127,7 @@ def _difference(kind: str, key: str, given: Any, tunix: str) -> ModelError:
     )
 
 
-# --- what the devices ask -------------------------------------------------------------------------
+# --- the mesh -------------------------------------------------------------------------------------
 
 
 def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
@@ -157,7 +157,7 @@ def _kv_heads(described: Described) -> int:
     return described.get("num_key_value_heads") or described["num_attention_heads"]
 
 
-# --- what is adapted ------------------------------------------------------------------------------
+# --- the adapted layers ---------------------------------------------------------------------------
 
 
 def check_layers(described: Described, layers: Sequence[str]) -> None:
@@ -182,7 +182,7 @@ def check_layers(described: Described, layers: Sequence[str]) -> None:
             )
 
 
-# --- what the files hold --------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
-    `order` are LLVM's fast-math flags: what it may do to the order of sums and to special numbers. If `kept`, the result is cached for
+    `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `kept`, the result is cached for
     later runs; use it for functions called from Python, which have the other kernels compiled into them.
     """
     options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}

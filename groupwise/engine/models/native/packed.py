@@ -37,7 +37,7 @@ class PackedLowRank:
     """The adapter's factors for all parts of a product."""
 
     down: Array
-    """A, in tiles."""
+    """A, ordered in tiles (`Packed._in_tiles`)."""
     up_RO: Array
     """B times its scaling, in float32."""
     ranks_B2: Array

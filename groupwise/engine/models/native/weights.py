@@ -156,7 +156,7 @@ class NativeModel:
         return F.embedding(ids_N, self.embedding_VH).float()
 
     def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor:
-        """The root-mean-square norm of the residual stream, in the model's number format; `few` if `Linear.few` comes next."""
+        """The root-mean-square norm of the residual stream, in the model's number format; `few`: the result is passed to `Linear.few`."""
         shape = self.shape
         if self._by_kernels(x_NH, few=few):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)

@@ -8,8 +8,8 @@ these from its own cache. Rows take their own pages as they grow. There are as m
 nothing. Page 0 belongs to no row: empty places write to it.
 
 A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has. Without Triton, torch attends to
-the pages of a row of full length, and a mask hides the missing ones. Keys are kept, and scores computed first, in the model's number
-format, as in the learner's attention on a GPU.
+the pages of a row of full length, and a mask hides the missing ones. Keys are stored, and multiplied by queries, in the model's
+number format, as in the learner's attention on a GPU.
 """
 
 from __future__ import annotations

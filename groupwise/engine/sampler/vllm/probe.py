@@ -40,9 +40,10 @@ def judge(
     others: Mapping[str, Sequence[float]],
     tolerance: float,
 ) -> None:
-    """Raise `PolicyMismatchError` unless the server's log-probabilities are those of the weights here.
+    """Raise `PolicyMismatchError` unless the server's log-probabilities match those of the weights here.
 
-    All are of the same tokens, in nats. `others`: the values if the thing in the key were missing. `tolerance`: of the mean difference.
+    All are of the same tokens, in nats. `others`: expected values if the server left out the step in the key (`NOT_APPLIED`,
+    `NOT_PROCESSED`). `tolerance`: the largest accepted mean difference.
     """
     distance = _distance(answered, expected)
     if distance > NEGLIGIBLE:

@@ -164,7 +164,7 @@ class VllmSampler:
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 
-    # --- a server that serves it ------------------------------------------------------------------
+    # --- preparing servers --------------------------------------------------------------------------
 
     async def _serve(self, served: Served) -> None:
         """Prepare all servers that answer; at least one must."""

@@ -53,7 +53,7 @@ class Adapted:
         for weight in there:
             number, _, name = weight.partition(".")
             parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
-            if parts and parts[0] in by_place:  # `fits.check_layers` has verified: then all are
+            if parts and parts[0] in by_place:  # `fits.check_layers`: then all are
                 self.layers[weight] = tuple(by_place[part] for part in parts)
         taken = {layer for found in self.layers.values() for layer in found}
         assert {*layers} == taken, "they are checked"

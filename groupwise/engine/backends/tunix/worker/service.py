@@ -227,7 +227,7 @@ class Service:
         # Multiply float32 in full precision: a TPU would round it to bfloat16 first.
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
-        mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
+        mesh = self._scope.enter_context(_mesh(order.mesh))  # Tunix's layers read the current mesh
         model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.fresh(order.seed)
