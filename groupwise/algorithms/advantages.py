@@ -1,7 +1,7 @@
 """Turns rewards into advantages: the maths that algorithms share, on Python floats.
 
-Sums are exact (`math.fsum`) or sorted first, so that no result depends on the order of a group's
-members or of the groups. Rewards that are the same give exactly 0 everywhere.
+Sums are exact (`math.fsum`) or sorted first, so no result depends on the order of a group's members or of the groups. Equal rewards give
+exactly 0 everywhere.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ STD_EPSILON = 1e-4
 """Added to the standard deviation before dividing by it, as TRL does."""
 
 TIE_TOLERANCE = 1e-6
-"""Rewards whose whole spread is within this share of their size (or of 1, if they are smaller) are
-the same reward. Ten times the rounding of float32, in which many rewards are computed, and far
-below any difference that a reward means."""
+"""Rewards count as equal if their whole spread is within this share of their size (or of 1, if they are smaller). It is ten times the
+rounding of float32, in which many rewards are computed, and far below any meaningful difference between rewards."""
 
 Credit: TypeAlias = list[tuple[float | None, ...]]
-"""The advantages of each group's rollouts, in their order; None for rollouts that were not scored."""
+"""The advantages of each group's rollouts, in the order of the rollouts; None for those that were not scored."""
 
 
 def tied(rewards: Sequence[float]) -> bool:
-    """True if the rewards are all the same up to rounding, and so do not say which rollout is better."""
+    """True if the rewards are equal up to rounding, and so do not show which rollout is better."""
     largest = max(map(abs, rewards), default=0.0)
     spread = max(rewards, default=0.0) - min(rewards, default=0.0)
     return spread <= TIE_TOLERANCE * max(1.0, largest)
@@ -41,9 +40,9 @@ def centred(rewards: Sequence[float]) -> list[float]:
 
 
 def deviation(differences: Sequence[float]) -> float:
-    """Standard deviation of a sample (over n − 1) from differences to its mean; 0 for fewer than two.
+    """Standard deviation of a sample (over n − 1), from the differences to its mean; 0 for fewer than two.
 
-    As in TRL; it keeps a standardised advantage below (n − 1) / √n.
+    TRL does the same. A standardised advantage then stays below (n − 1) / √n.
     """
     if len(differences) < 2:
         return 0.0
@@ -63,7 +62,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Credit:
-    """Rewards less their group's mean, divided by the standard deviation of group, step or nothing."""
+    """Rewards less their group's mean. `scale` divides them by the standard deviation of the group or the step, or not at all."""
     rewards = [scored_rewards(group) for group in groups]
     differences = [centred(values) for values in rewards]
     if scale == "group":
@@ -75,7 +74,7 @@ def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Credit:
 
 
 def to_members(groups: Sequence[Group], values: Sequence[Sequence[float]]) -> Credit:
-    """Values of the scored members in the places of all members."""
+    """Expand values of the scored members to all members, with None for the others."""
     return [_to_members(group, of_group) for group, of_group in zip(groups, values, strict=True)]
 
 
@@ -97,10 +96,10 @@ def _reward(rollout: Rollout) -> float:
 
 
 def trained_tokens(rollout: Rollout) -> int:
-    """How many tokens of a rollout teach: those that the policy wrote."""
+    """Number of a rollout's tokens that are trained: those that the policy wrote."""
     return sum(len(segment.token_ids) for segment in rollout.segments if segment.source == "policy")
 
 
 def scored_members(groups: Iterable[Group]) -> int:
-    """How many rollouts of all groups together were scored."""
+    """Number of scored rollouts in all groups together."""
     return sum(len(group.scored) for group in groups)

@@ -1,14 +1,12 @@
-"""The protocol of an algorithm: two pieces of maths that meet in the learner, and know nothing of machines.
+"""The protocol of an algorithm: two pieces of maths that meet in the learner and are independent of machines.
 
-The loop calls the first half, on plain records: `shaped` may add to the rewards of a group and
-`accepts` may turn it down, `weights` turns the rewards of a step into credit for each rollout, and
-`denominators` says what the sums of the whole step are divided by. The learner calls the second
-half, on tensors: `loss` turns a batch of log-probabilities into undivided sums. Because sums add up
-and the denominators are those of the whole step, the gradient does not depend on how the rows were
-cut into batches or spread over machines.
+The loop calls the first half, on plain records: `shaped` may add to the rewards of a group, `accepts` may reject the group, `weights`
+turns the rewards of a step into credit for each rollout, and `denominators` gives the divisors for the sums of the whole step. The
+learner calls the second half, on tensors: `loss` turns a batch of log-probabilities into undivided sums. Because sums add up and the
+denominators are those of the whole step, the gradient does not depend on how the rows were cut into batches or spread over machines.
 
-An algorithm is a frozen dataclass whose fields are its knobs (`knobs.py`). Tensors are used through
-their methods only, so that nothing here imports torch.
+An algorithm is a frozen dataclass whose fields are its knobs (`knobs.py`). Tensors are used only through their methods, so nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -34,35 +32,34 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Rows as tensors, padded to one length. Where the mask is 0 nothing has an effect, even NaN."""
+    """Rows as tensors, padded to one length. Values at places where the mask is 0 have no effect, not even NaN."""
 
     policy_logprobs_BT: Tensor
-    """Log-probabilities of the learner's present weights; they carry the gradient."""
+    """Log-probabilities under the learner's current weights; they carry the gradient."""
     sampling_logprobs_BT: Tensor
-    """Log-probabilities that the sampler reported with the tokens."""
+    """Log-probabilities that the sampler reported for the tokens."""
     mask_BT: Tensor
-    """1 (or True) for tokens that teach, 0 for all others."""
+    """1 (or True) for tokens that are trained, 0 for all others."""
     advantages_B: Tensor
-    """`Weight.advantage` of each row."""
+    """`RolloutCredit.advantage` of each row."""
     scales_B: Tensor
-    """`Weight.scale` of each row."""
+    """`RolloutCredit.scale` of each row."""
     entropies_BT: Tensor | None = None
-    """Entropy (nats) of the policy at each token; with gradient if `Loss.needs_entropy_gradient`,
-    otherwise only reported."""
+    """Entropy (nats) of the policy at each token; with gradient if `Loss.needs_entropy_gradient`, otherwise only for statistics."""
     right_BT: Tensor | None = None
-    """True where a token is the policy's likeliest one; present if `Loss.needs_accuracy`."""
+    """True where a token is the policy's most likely one; present if `Loss.needs_accuracy`."""
     reference_logprobs_BT: Tensor | None = None
-    """Log-probabilities of the reference policy; needed if `Loss.needs_reference`."""
+    """Log-probabilities under the reference policy; required if `Loss.needs_reference`."""
     proximal_logprobs_BT: Tensor | None = None
-    """Log-probabilities of the learner at the start of the batch; None in its first update, where they are the policy's own."""
+    """Log-probabilities under the learner's weights at the start of the step; None in its first update, where they are the policy's own."""
     others: Others | None = None
-    """None if each row is a whole rollout."""
+    """Sums over the other rows of each rollout; None if each row is a whole rollout."""
     credits_BT: Tensor | None = None
-    """`Row.credits` of each row; needed by the loss `given` alone."""
+    """`Row.credits` of each row; only the loss `given` needs them."""
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """[B, T], without gradient."""
+        """Log-probabilities [B, T] under the weights at the start of the step, without gradient."""
         found = self.proximal_logprobs_BT
         return (self.policy_logprobs_BT if found is None else found).detach()
 
@@ -86,23 +83,22 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """Sums over a batch, as scalar tensors; those of several batches add up to those of the whole."""
+    """Sums over a batch, as scalar tensors; the sums of several batches add up to those of the whole step."""
 
     components: dict[str, Tensor]
     """Sums with gradient. The learner minimises `Σ components[name] / denominators[name]`."""
     stats: dict[str, Tensor]
-    """Sums without gradient, over tokens that teach.
+    """Sums without gradient, over the trained tokens.
 
-    `tokens` counts them; divided by it, these are means, each there where it makes sense: `ratio`;
-    `clip_low`, `clip_high` and `clip_delta` (tokens whose gradient that bound removed; in `cispo`,
-    whose weight it capped); `logprob_gap` (|policy - sampling|, nats); `kl` (nats, before beta);
-    `entropy` (nats); `right` (tokens that are the likeliest ones); `importance_sampling_ratio` (the weight between sampler and learner) and
-    `importance_sampling_clipped` (tokens whose weight was truncated or masked).
+    `tokens` counts them; divided by it, the others are means, if present: `ratio`; `clip_low`, `clip_high` and `clip_delta` (tokens whose
+    gradient that bound removed; in `cispo`, whose weight it capped); `logprob_gap` (|policy - sampling|, nats); `kl` (nats, before beta);
+    `entropy` (nats); `right` (tokens that are the most likely ones); `importance_sampling_ratio` (the weight between sampler and learner)
+    and `importance_sampling_clipped` (tokens whose weight was truncated or masked).
     """
 
 
 class Loss(Protocol):
-    """Turns log-probabilities into a loss: the only part of an algorithm that a learner knows."""
+    """Turns log-probabilities into a loss: the only part of an algorithm that a learner uses."""
 
     name: ClassVar[str]
     """The name in configs and in `LossSpec.name`."""
@@ -114,7 +110,7 @@ class Loss(Protocol):
 
     @property
     def needs_proximal(self) -> bool:
-        """True if the learner's log-probabilities at the start of the batch matter: rows carry them, except in its first update."""
+        """True if the loss needs the learner's log-probabilities at the start of the step; rows carry them, except in its first update."""
         ...
 
     @property
@@ -124,7 +120,7 @@ class Loss(Protocol):
 
     @property
     def needs_accuracy(self) -> bool:
-        """True if the batch must say which tokens are the likeliest ones."""
+        """True if the batch must mark the tokens that are the most likely ones."""
         ...
 
     def loss_spec(self) -> LossSpec:
@@ -132,7 +128,7 @@ class Loss(Protocol):
         ...
 
     def loss(self, batch: TokenBatch) -> LossResult:
-        """The undivided sums of a batch. Raises ValueError if the batch lacks what is needed."""
+        """The undivided sums of a batch. Raises ValueError if the batch lacks a needed tensor."""
         ...
 
 
@@ -141,37 +137,36 @@ class Algorithm(Loss, Protocol):
 
     @property
     def ratio_of_rollout(self) -> bool:
-        """True if a whole rollout has one ratio, so that a row needs those of its rollout's other rows."""
+        """True if a whole rollout has one ratio. A row then needs the sums of its rollout's other rows (`TokenBatch.others`)."""
         ...
 
     @property
     def resample_rounds(self) -> int:
-        """How often groups that are not accepted are drawn again in a step; 0: never."""
+        """Most rounds in a step in which groups that were not accepted are drawn again; 0: none."""
         ...
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
-        """The scored group with what the algorithm adds to its rewards, as a part of its own.
+        """The scored group with the algorithm's own additions to its rewards, each as a separate reward part.
 
-        To be called once, before the group is stored: the logged total is the trained one.
+        Call it once, before the group is stored, so that the logged total is the trained one.
         """
         ...
 
     def accepts(self, group: Group) -> bool:
-        """True if a shaped group is worth training; otherwise another is drawn in its place."""
+        """True if a shaped group is worth training; otherwise another group is drawn in its place."""
         ...
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:
-        """Raise ValueError if a knob does not go with the length (tokens) of a run's rollouts, and
-        TaskError if a reward does not go with the algorithm.
+        """Raise ValueError for a knob that does not fit the length (tokens) of a run's rollouts, TaskError for a reward that does not fit.
 
-        `longest` is the most tokens that the policy may write in one rollout, `rewards` the known names.
+        `longest` is the most tokens that the policy may write in one rollout; `rewards` are the known reward names.
         """
         ...
 
     def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Credit for the rollouts of a step: for each group a tuple in the order of its rollouts.
 
-        None for rollouts that do not teach.
+        None for rollouts that are not trained.
         """
         ...
 
@@ -180,9 +175,9 @@ class Algorithm(Loss, Protocol):
         ...
 
     def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
-        """True if rows with these weights can have a gradient; otherwise they need no computing."""
+        """True if rows with these weights can have a gradient; otherwise they need not be computed."""
         ...
 
     def adapted(self, kl: float, rollouts: int) -> Self:
-        """The algorithm for the next step, given the mean KL (nats per token) of this one."""
+        """The algorithm for the next step, given this step's mean KL (nats per token) and number of rollouts."""
         ...

@@ -3,19 +3,17 @@
     A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
     loss = 1/(Σ_i |o_i|) · Σ_i Σ_t −sg[ min(ratio, 1 + epsilon_high) ] · A_i · log-probability
 
-The weight is clipped, not the update: sg stops its gradient, so every token keeps the gradient of
-its log-probability, at most 1 + epsilon_high times. A clip like PPO's drops exactly the unlikely
-tokens that start a new thought. There is no bound below, as in the paper's experiments.
+The weight is clipped, not the update: sg stops its gradient, so every token keeps the gradient of its log-probability, at most
+1 + epsilon_high times. A clip like PPO's removes exactly the unlikely tokens that start a new thought. There is no lower bound, as in the
+paper's experiments.
 
-Assumes that the weights above the cap are few; each makes the gradient a little biased. The paper
-does not give its cap, nor does the text of ScaleRL (https://arxiv.org/abs/2510.13786), which finds
-little difference over a wide range (appendix A.17.2). The default, 5 in all, is what TRL gives for
-ScaleRL, as `epsilon_high: 5.0`; here the key means the same in all algorithms.
+Assumes that few weights are above the cap; each of them makes the gradient a little biased. The paper does not give its cap, nor does the
+text of ScaleRL (https://arxiv.org/abs/2510.13786), which finds little difference over a wide range (appendix A.17.2). The default, 5 in
+all, is the value that TRL gives for ScaleRL, as `epsilon_high: 5.0`; here the key means the same in all algorithms.
 
-The value of the loss means nothing, only its gradient does: on policy it is that of REINFORCE.
+The value of the loss has no meaning, only its gradient has: on policy it is that of REINFORCE.
 
-Degenerate cases: those of `grpo`; a truncated rollout that is masked is also left out of the tokens
-that are counted.
+Degenerate cases: those of `grpo`; the tokens of a masked truncated rollout are not counted either.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ class Cispo(GroupRelative):
         return group_relative(groups, self.scale_rewards)
 
     def scale(self, rollout: Rollout) -> float:
-        """1: tokens weigh the same."""
+        """1: all tokens count the same."""
         return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The trained tokens of the step."""
+        """Number of trained tokens in the step."""
         return float(self.tokens(groups))
 
     def surrogate(

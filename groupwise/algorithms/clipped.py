@@ -1,9 +1,8 @@
 """PPO's clipped surrogate: min(ratio · A, clip(ratio, 1 − epsilon, 1 + epsilon_high) · A).
 
-Right after publication the ratio is 1 up to the differences between sampler and learner, and the
-gradient is that of REINFORCE. The clip works as a brake only on the side that would be gained on:
-with A > 0 above `1 + epsilon_high`, with A < 0 below `1 − epsilon`. A token beyond it keeps its
-value but has no gradient.
+Right after publication the ratio is 1 up to the differences between sampler and learner, and the gradient is that of REINFORCE. The clip
+stops a token only in the direction that increases the objective: above `1 + epsilon_high` if A > 0, below `1 − epsilon` if A < 0. A token
+beyond it keeps its value but has no gradient.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Clipped(GroupRelative):
         return 1 - self.epsilon, 1 + high
 
     def clashes(self) -> Iterator[KnobConflict]:
-        """Also a delta within the clip."""
+        """Also yield a delta that lies within the clip."""
         yield from GroupRelative.clashes(self)
         if self.delta is not None and self.delta <= self.clip[1]:
             yield KnobConflict(
@@ -74,5 +73,5 @@ class Clipped(GroupRelative):
         return surrogate, {**stats, "ratio": seen.masked_fill(batch.mask_BT == 0, 0.0)}
 
     def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
-        """The log-ratio that is clipped: that of each token, unless an algorithm says otherwise."""
+        """The log-ratio that is clipped: that of each token, unless a subclass overrides this."""
         return log_ratio_BT

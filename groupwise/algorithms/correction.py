@@ -1,17 +1,15 @@
 """Importance weights between sampler and learner.
 
-The engine that samples and the one that trains give the same weights slightly different
-probabilities, so that what looks on policy is not quite. The correction multiplies the surrogate of
-each token by a detached weight, exp(proximal − sampling log-probability), where proximal ones are
-the learner's at the start of the batch; the ratio that is clipped then speaks of the updates alone.
+The sampling and the training engine compute slightly different probabilities from the same weights, so samples are not quite on policy.
+The correction multiplies the surrogate of each token by a detached weight, exp(proximal − sampling log-probability); the proximal
+log-probabilities are the learner's at the start of the step. The ratio that is clipped then covers only the updates.
 
     token_*      one weight for each token: little variance, a small bias
-    sequence_*   one for the rollout, all its rows, the product of its tokens' weights: no bias, much
-                 variance
+    sequence_*   one weight for the rollout with all its rows, the product of its tokens' weights: no bias, much variance
     *_truncate   weights above the cap become the cap (https://fengyao.notion.site/off-policy-rl)
     *_mask       weights above the cap become 0, and the token or rollout is left out
 
-As in TRL (`vllm_importance_sampling_mode`), whose default is sequence_mask with a cap of 3.
+These are the modes of TRL's `vllm_importance_sampling_mode`; its default is sequence_mask with a cap of 3.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def importance_weights(
     cap: float,
     others: Others | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weight of each token, and whether the cap acted on it; 1 and False outside the mask."""
+    """The weight of each token, and True where the cap changed it; 1 and False outside the mask."""
     gap_BT = ops.masked_difference(proximal_BT.detach(), sampling_BT.detach(), mask_BT)
     if mode.startswith("sequence"):
         gap_B1 = gap_BT.sum(-1, keepdim=True)

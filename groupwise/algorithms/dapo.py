@@ -3,19 +3,16 @@
     A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
     loss = 1/(Σ_i |o_i|) · Σ_i Σ_t −min(ratio · A_i, clip(ratio, 1 − 0.2, 1 + 0.28) · A_i)
 
-Four changes to `grpo`. The clip is wider above, so that unlikely tokens can grow. The sums are
-divided by the tokens of the whole step, so that a token weighs the same in a long rollout. Groups
-in which all succeed or all fail are drawn again (dynamic sampling). And rewards sink over the last
-tokens before the length limit (`overlong.py`): |y| are the tokens that the policy wrote, and the
-cache is a fifth of the limit unless `soft_punish_cache` says otherwise, as in the paper (4,096 of
-20,480). The paper has no KL penalty.
+Four changes to `grpo`. The clip is wider above, so that unlikely tokens can grow. The sums are divided by the tokens of the whole step, so
+that a token of a long rollout counts as much as any other. Groups in which all succeed or all fail are drawn again (dynamic sampling). And
+rewards sink over the last tokens before the length limit (`overlong.py`): |y| is the number of tokens that the policy wrote, and the cache
+is a fifth of the limit unless `soft_punish_cache` is set, as in the paper (4,096 of 20,480). The paper has no KL penalty.
 
-Assumes that drawing again is worth its cost: late in training most groups may be solved, and a step
-then takes up to `max_resample_rounds` rounds of sampling.
+Assumes that drawing again is worth its cost: late in training most groups may be solved, and a step then takes up to
+`max_resample_rounds` rounds of sampling.
 
-Degenerate cases: those of `grpo`. A truncated rollout that is masked is also left out of the
-tokens that are counted. Whether a group is drawn again is decided on the rewards of the task, before
-the punishment: a group that only differs in length has nothing to teach about the task.
+Degenerate cases: those of `grpo`. The tokens of a masked truncated rollout are not counted either. The rewards of the task, before the
+punishment, decide whether a group is drawn again: a group that differs only in length teaches nothing about the task.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from groupwise.algorithms.overlong import check_names, with_overlong_punishment
 from groupwise.core.types import Group, Rollout
 
 CACHE_SHARE = 0.2
-"""The cache as a share of the limit, unless it is given: 4,096 / 20,480."""
+"""Default cache as a share of the limit: 4,096 / 20,480."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +57,7 @@ class Dapo(Clipped):
     )
 
     def clashes(self) -> Iterator[KnobConflict]:
-        """A factor of a punishment that there is not, too."""
+        """Also yield a punishment factor without a punishment."""
         yield from Clipped.clashes(self)
         if self.soft_punish_cache == 0 and self.soft_punish_factor != 1:
             yield KnobConflict(
@@ -70,12 +67,12 @@ class Dapo(Clipped):
             )
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:
-        """Refuses a cache longer than the limit, and a reward with the name of the punishment."""
+        """Raise ValueError for a cache longer than the limit, and TaskError for a reward with the name of the punishment."""
         if self._cache(longest):
             check_names(rewards)
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
-        """The group with the soft over-long punishment. Raises as `check` does."""
+        """The group with the soft over-long punishment. Raises the errors of `check`."""
         cache = self._cache(max_completion_length)
         if cache == 0:
             return group
@@ -84,7 +81,7 @@ class Dapo(Clipped):
         )
 
     def _cache(self, longest: int) -> int:
-        """Tokens before the limit over which the reward sinks."""
+        """Number of tokens before the limit over which the reward sinks."""
         cache = self.soft_punish_cache
         if cache is None:
             return round(CACHE_SHARE * longest)
@@ -100,9 +97,9 @@ class Dapo(Clipped):
         return group_relative(groups, self.scale_rewards)
 
     def scale(self, rollout: Rollout) -> float:
-        """1: tokens weigh the same."""
+        """1: all tokens count the same."""
         return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The trained tokens of the step."""
+        """Number of trained tokens in the step."""
         return float(self.tokens(groups))

@@ -3,17 +3,15 @@
     A_i  = r_i − mean(r)
     loss = 1/(N · L) · Σ_i Σ_t [ −min(ratio · A_i, clip(ratio) · A_i) + beta · k3 ]
 
-r are the rewards of a group's scored members, N counts the scored rollouts of the whole step, and L
-is max_completion_length, a constant: each token weighs the same, however long its rollout and
-however hard its prompt. That removes two biases of `grpo`: long wrong answers are no longer
-punished less than short ones, and easy or hopeless prompts no longer count more than the others.
+r are the rewards of a group's scored members, N is the number of scored rollouts of the whole step, and L is max_completion_length, a
+constant: each token counts the same, independent of the length of its rollout and the difficulty of its prompt. That removes two biases of
+`grpo`: long wrong answers are no longer punished less than short ones, and easy or hopeless prompts no longer count more than the others.
 
-Assumes rewards of a size that means something (about 1), since nothing divides by their spread; and
-the same L for the whole run, since halving it doubles the gradient.
+Assumes rewards of a meaningful size (about 1), since nothing divides by their spread; and the same L for the whole run, since halving it
+doubles the gradient.
 
-Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0. A failed
-member is in neither mean nor denominator. A truncated one that is masked counts in both and has no
-gradient; so does one without a trained token.
+Degenerate cases: equal rewards, and a group of one, give advantage exactly 0. A failed member is in neither mean nor denominator. A masked
+truncated member counts in both and has no gradient; so does one without a trained token.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class DrGrpo(Clipped):
         return group_relative(groups, "none")
 
     def scale(self, rollout: Rollout) -> float:
-        """1: the normaliser is the same for all."""
+        """1: the normaliser is the same for all rollouts."""
         return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:

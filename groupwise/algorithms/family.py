@@ -1,18 +1,17 @@
-"""Base of the group-relative algorithms: the frame of their loss, and the knobs that fit into it.
+"""Base of the group-relative algorithms: the common part of their loss, and the knobs that belong to it.
 
     policy  = −Σ_rows scale · Σ_tokens w · surrogate
-    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference), as `kl.py` says
+    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference), see `kl.py`
     entropy = −entropy_coef · Σ_rows Σ_tokens H(policy)
     ratio   = exp(policy log-probability − old log-probability)
 
-The old log-probabilities are those that the sampler reported when it drew the token, and w is 1.
-Then the ratio also corrects for the small differences between sampler and learner. With
-`importance_sampling_correction` the old ones are the learner's own at the start of the batch, and w
-corrects for the sampler (`correction.py`), also in the exact gradient of the KL. The entropy is a mean over the tokens of the step,
-whatever the algorithm does with lengths, so that its coefficient means the same everywhere.
+The old log-probabilities are those that the sampler reported when it drew the token, and w is 1. The ratio then also corrects for the
+small differences between sampler and learner. With `importance_sampling_correction` the old ones are the learner's own at the start of
+the step, and w corrects for the sampler (`correction.py`), also in the exact gradient of the KL. The entropy is a mean over the tokens of
+the step for every algorithm, so that its coefficient means the same everywhere.
 
-An algorithm inherits from here and adds what distinguishes it: how rewards become advantages, the
-scale of a row, what sums are divided by, and the surrogate of a token.
+A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
+surrogate of a token.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class GroupRelative(ABC):
             raise Clashes(clashes)
 
     def clashes(self) -> Iterator[KnobConflict]:
-        """Yield the values that do not go with each other."""
+        """Yield values that are incompatible with each other."""
         if self.kl_target is not None and self.beta == 0:
             yield KnobConflict(
                 f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
@@ -152,21 +151,21 @@ class GroupRelative(ABC):
 
     @abstractmethod
     def credit(self, groups: Sequence[Group]) -> Credit:
-        """The advantages of a step."""
+        """The advantages of the rollouts of a step."""
 
     @abstractmethod
     def scale(self, rollout: Rollout) -> float:
-        """The per-sequence normaliser of a rollout that has tokens."""
+        """Factor for the sums of a rollout that has trained tokens."""
 
     @abstractmethod
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The divisor of policy and KL of a step."""
+        """The divisor of a step's policy and KL sums."""
 
     @abstractmethod
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The maximised value and statistics, both per token. Outside the mask the log-ratio is 0."""
+        """The value to maximise, and statistics, both per token. Outside the mask the log-ratio is 0."""
 
     @property
     def needs_reference(self) -> bool:
@@ -175,49 +174,49 @@ class GroupRelative(ABC):
 
     @property
     def needs_proximal(self) -> bool:
-        """Only the importance sampling correction needs them."""
+        """Only the importance sampling correction needs the log-probabilities at the start of the step."""
         return self.importance_sampling_correction != "none"
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Only the entropy bonus needs it."""
+        """Only the entropy bonus needs that gradient."""
         return self.entropy_coef > 0
 
     @property
     def needs_accuracy(self) -> bool:
-        """Sampled tokens are not meant to be the likeliest ones."""
+        """False: sampled tokens are not meant to be the most likely ones."""
         return False
 
     @property
     def compares_members(self) -> bool:
-        """True if a rollout has a value only relative to others of its group, so that a group needs two."""
+        """True if a rollout's advantage is relative to others of its group, so that a group needs at least two."""
         return True
 
     @property
     def ratio_of_rollout(self) -> bool:
-        """Each token has its own ratio, unless an algorithm says otherwise."""
+        """False: each token has its own ratio, unless a subclass overrides this."""
         return False
 
     @property
     def resample_rounds(self) -> int:
-        """`max_resample_rounds` with dynamic sampling."""
+        """`max_resample_rounds` with dynamic sampling, else 0."""
         return self.max_resample_rounds if self.dynamic_sampling else 0
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
-        """The group as it is."""
+        """Return the group unchanged; a subclass may override this."""
         return group
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
-        """Nothing to check: everything goes with every run."""
+        """Check nothing: these knobs fit every run."""
 
     def accepts(self, group: Group) -> bool:
-        """With dynamic sampling, accept only a group whose rewards, by the task, differ."""
+        """With dynamic sampling, accept only a group whose rewards, without the algorithm's own parts, differ."""
         if not self.dynamic_sampling:
             return True
         return not tied([reward_of_the_task(rollout) for rollout in group.scored])
 
     def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
-        """Advantage and scale of each rollout that trains."""
+        """Advantage and scale of each trained rollout; None for the others."""
         return tuple(
             tuple(
                 RolloutCredit(advantage, self.scale(rollout))
@@ -229,7 +228,7 @@ class GroupRelative(ABC):
         )
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
-        """The algorithm's denominator for policy and KL, the number of trained tokens for the entropy."""
+        """The algorithm's denominator for policy and KL; the number of trained tokens for the entropy."""
         shared = self.denominator(groups, max_completion_length)
         found = {"policy": shared}
         if self.needs_reference:
@@ -239,12 +238,12 @@ class GroupRelative(ABC):
         return found
 
     def trains(self, rollout: Rollout) -> bool:
-        """True if a scored rollout has tokens that teach; it counts as a rollout in any case."""
+        """True if a scored rollout has trained tokens; it counts as a rollout in any case."""
         masked = self.mask_truncated_completions and rollout.truncated
         return not masked and trained_tokens(rollout) > 0
 
     def tokens(self, groups: Sequence[Group]) -> int:
-        """Tokens that teach in a step: the same that the sums go over."""
+        """Number of trained tokens in a step: the tokens that the sums cover."""
         return sum(
             trained_tokens(rollout)
             for group in groups
@@ -253,7 +252,7 @@ class GroupRelative(ABC):
         )
 
     def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
-        """True for any advantage but 0; with a KL penalty or an entropy bonus, for any row."""
+        """True if an advantage is not 0; with a KL penalty or an entropy bonus, if there is any row."""
         always = self.needs_reference or self.needs_entropy_gradient
         return any(always or weight.advantage != 0 for weight in weights if weight is not None)
 
@@ -266,11 +265,11 @@ class GroupRelative(ABC):
         return kl.adapted_beta(self.beta, measured, self.kl_target, self.kl_horizon, rollouts)
 
     def loss_spec(self) -> LossSpec:
-        """Name and every knob, defaults too, so that the other side does not fill in its own."""
+        """Name and every knob, including defaults, so that the other side does not use its own."""
         return LossSpec(self.name, asdict(self))
 
     def loss(self, batch: TokenBatch) -> LossResult:
-        """The sums at the top of this module. Raises ValueError if the batch lacks what is needed."""
+        """The sums at the top of this module. Raises ValueError if the batch lacks a needed tensor."""
         self._check_complete(batch)
         mask = batch.mask_BT
         sampled = batch.sampling_logprobs_BT.detach()
@@ -305,7 +304,7 @@ class GroupRelative(ABC):
     def _penalties(
         self, batch: TokenBatch, log_ratio: Tensor, weights: Tensor
     ) -> dict[str, Tensor]:
-        """The loss components beside `policy`."""
+        """The loss components other than `policy`."""
         found: dict[str, Tensor] = {}
         if self.needs_reference:
             penalty = kl.penalty(
@@ -343,5 +342,5 @@ class GroupRelative(ABC):
 
 
 def per_rollout(groups: Sequence[Group]) -> float:
-    """The denominator of algorithms in which each scored rollout counts the same."""
+    """The denominator of algorithms in which each scored rollout counts the same: the number of scored rollouts."""
     return float(scored_members(groups))

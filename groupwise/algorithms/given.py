@@ -1,4 +1,4 @@
-"""Losses for a caller who gives the credit of every token itself, as a sum that nothing is divided by.
+"""Losses for a caller who provides the credit of every token itself. The sum is not divided by anything.
 
     log_probability  −Σ c · log-probability
     ratio            −Σ c · ratio
@@ -6,11 +6,11 @@
     clipped_weight   −Σ c · sg[ clip(ratio, clip_low, clip_high) ] · log-probability
 
 c is the credit of a token (`Row.credits`): the weight of a teacher's token, or an advantage, which may differ within a rollout. ratio is
-exp(policy log-probability − sampling log-probability), and sg stops its gradient. `Row.advantage` and `Row.scale` play no part. The
+exp(policy log-probability − sampling log-probability), and sg stops its gradient. `Row.advantage` and `Row.scale` are ignored. The
 client of the training server's verbs calls these cross_entropy, importance_sampling, ppo and cispo.
 
-Degenerate cases: a token with mask 0 has neither value nor gradient, whatever its credit; without a trained token the sum is 0. The
-sampling log-probabilities play no part in log_probability.
+Degenerate cases: a token with mask 0 has neither value nor gradient, even if it has a credit; without a trained token the sum is 0.
+log_probability ignores the sampling log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Surrogate = Literal["log_probability", "ratio", "clipped_ratio", "clipped_weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A loss whose credits come from outside: it maximises each token's credit times one of four surrogates."""
+    """A loss with the caller's credits: it maximises each token's credit times one of four surrogates."""
 
     name: ClassVar[str] = "given"
 
@@ -50,22 +50,22 @@ class Given:
 
     @property
     def needs_reference(self) -> bool:
-        """There is no penalty."""
+        """False: there is no KL penalty."""
         return False
 
     @property
     def needs_proximal(self) -> bool:
-        """The ratio is taken against the sampler."""
+        """False: the ratio is taken against the sampler."""
         return False
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """There is no bonus."""
+        """False: there is no entropy bonus."""
         return False
 
     @property
     def needs_accuracy(self) -> bool:
-        """Accuracy is not needed."""
+        """False: accuracy is not reported."""
         return False
 
     def loss_spec(self) -> LossSpec:
@@ -73,7 +73,7 @@ class Given:
         return LossSpec(self.name, asdict(self))
 
     def loss(self, batch: TokenBatch) -> LossResult:
-        """The sum at the top of this module, as the component `policy`. ValueError where the batch has no credits."""
+        """The sum at the top of this module, as the component `policy`. Raises ValueError if the batch has no credits."""
         if batch.credits_BT is None:
             raise ValueError(
                 "The loss `given` needs the credit of each token, but the batch has none. Fill `Row.credits`, or take an algorithm."
@@ -86,7 +86,7 @@ class Given:
         )
 
     def _value(self, batch: TokenBatch, credits_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The maximised value and statistics, both per token."""
+        """The value to maximise, and statistics, both per token."""
         masked = batch.mask_BT == 0
         logprobs_BT = batch.policy_logprobs_BT.masked_fill(masked, 0.0)
         if self.surrogate == "log_probability":

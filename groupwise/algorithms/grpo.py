@@ -3,17 +3,15 @@
     A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
     loss = 1/N · Σ_i 1/|o_i| · Σ_t [ −min(ratio · A_i, clip(ratio) · A_i) + beta · k3 ]
 
-r are the rewards of a group's scored members, N counts the scored rollouts of the whole step and
-|o_i| the trained tokens of rollout i: each rollout weighs the same, however long it is.
+r are the rewards of a group's scored members, N is the number of scored rollouts of the whole step and |o_i| the number of trained tokens
+of rollout i: each rollout counts the same, independent of its length.
 
-Assumes that the members of a group are independent attempts at one prompt by one policy. Known
-biases: a token of a long rollout counts less than one of a short rollout, and groups that nearly
-always succeed or fail are blown up by their small std; `dr_grpo` removes both. The paper's penalty
-has the gradient of its estimator (`kl_gradient: estimator`); the default here is the exact one.
+Assumes that the members of a group are independent attempts at one prompt by one policy. Known biases: a token of a long rollout counts
+less than one of a short rollout, and groups that nearly always succeed or fail are amplified by their small std; `dr_grpo` removes both.
+The paper's penalty has the gradient of its estimator (`kl_gradient: estimator`); the default here is the exact one.
 
-Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0. A failed
-member is in no mean, no spread and no denominator. A truncated one that is masked counts in all
-three and has no gradient; so does one without a single trained token.
+Degenerate cases: equal rewards, and a group of one, give advantage exactly 0. A failed member is in no mean, no spread and no denominator.
+A masked truncated member counts in all three and has no gradient; so does one without a trained token.
 """
 
 from __future__ import annotations
@@ -46,5 +44,5 @@ class Grpo(Clipped):
         return 1 / trained_tokens(rollout)
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The number of scored rollouts; the length plays no part."""
+        """The number of scored rollouts; their length does not matter."""
         return per_rollout(groups)

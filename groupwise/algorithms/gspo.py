@@ -4,20 +4,19 @@
     s_i  = exp( 1/|o_i| · Σ_t log ratio_t )
     loss = 1/N · Σ_i −min(s_i · A_i, clip(s_i, 1 − 3e-4, 1 + 4e-4) · A_i)
 
-Rewards are for whole rollouts, and so is the ratio: the geometric mean of its tokens' ratios. A
-rollout is clipped as a whole. The clip is a thousand times narrower than that of `grpo`, because
-means of many log-ratios are small.
+Rewards are given to whole rollouts, and so is the ratio: the geometric mean of its tokens' ratios. A rollout is clipped as a whole. The
+clip is a thousand times narrower than that of `grpo`, because means of many log-ratios are small.
 
-Computed in the form that the paper calls GSPO-token: each token carries the value s_i and the
-gradient s_i · ∇ log-probability of its own, and the loss is their mean over the rollout. Value and
-gradient are those above; a weight of a token (importance sampling) acts on that token's gradient.
+The loss is computed in the form that the paper calls GSPO-token: each token carries the value s_i and the gradient s_i · ∇ of its own
+log-probability, and the loss is their mean over the rollout. Value and gradient equal those of the formula; a weight of a token
+(importance sampling) acts on that token's gradient.
 
-Assumes ratios that start at 1: with the narrow clip the usual differences between sampler and
-learner would already clip half of the rollouts. So the ratio is taken against the learner's own
-log-probabilities at the start of the batch (`importance_sampling_correction`, on by default).
+Assumes ratios that start at 1: with the narrow clip the usual differences between sampler and learner would already clip half of the
+rollouts. So the ratio is taken against the learner's own log-probabilities at the start of the step (`importance_sampling_correction`, on
+by default).
 
-Degenerate cases: those of `grpo`. A rollout of several rows (a template rewrote earlier turns) has
-one ratio for all of them, in which each row carries the gradient of its own tokens.
+Degenerate cases: those of `grpo`. A rollout of several rows (a template rewrote earlier turns) has one ratio for all of them; each row
+carries the gradient of its own tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Gspo(Clipped):
 
     @property
     def ratio_of_rollout(self) -> bool:
-        """All rows of a rollout share its mean."""
+        """True: all rows of a rollout share the mean of its log-ratios."""
         return True
 
     def credit(self, groups: Sequence[Group]) -> Credit:

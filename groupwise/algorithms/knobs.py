@@ -1,7 +1,7 @@
-"""Knobs: the fields of an algorithm, each with its description, range and reason beside its default.
+"""Knobs: the fields of an algorithm. Each has its description and range next to its default.
 
-The metadata of a field holds `description`, where it has a range `ge`, `gt` or `le`, and in `needs`
-the name of another knob without which it has no effect.
+The metadata of a field has `description`; `ge`, `gt` or `le` if it has a range; and `needs` if it has no effect unless another knob,
+named there, is on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALE_REWARDS = {
 }
 
 _OFF: tuple[Any, ...] = (None, False, 0, "none")
-"""Values at which a knob does nothing."""
+"""Values at which a knob counts as off."""
 
 _RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "ge": ("at least", operator.ge),
@@ -32,15 +32,15 @@ _RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class KnobConflict:
-    """Values that are right each by itself, but do not go with each other."""
+    """Values that are valid each by itself, but incompatible with each other."""
 
     message: str
     knobs: tuple[str, ...]
-    """Every knob whose value decides about it."""
+    """All knobs that are involved."""
 
 
 class Clashes(ValueError):
-    """An algorithm was asked for with values that do not go with each other; all are told."""
+    """An algorithm was created with incompatible values; lists all conflicts."""
 
     def __init__(self, clashes: tuple[KnobConflict, ...]) -> None:
         super().__init__(clashes)
@@ -51,18 +51,18 @@ class Clashes(ValueError):
 
 
 def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:
-    """The metadata of a knob, for an algorithm that has it with another default."""
+    """The metadata of a knob, for an algorithm that redefines it with another default."""
     return next(knob.metadata for knob in fields(kind) if knob.name == name)
 
 
 def disabled_by(knob: Field[Any], values: Mapping[str, Any]) -> str | None:
-    """The other knob that is off, so that this one has no effect; None if it has one."""
+    """Name of the other knob that is off and so disables this one; None if this one has an effect."""
     needed = knob.metadata.get("needs")
     return needed if needed is not None and values[needed] in _OFF else None
 
 
 def check_knobs(algorithm: Any) -> None:
-    """Raise ValueError, naming the knob, for a value of the wrong type or out of range."""
+    """Raise ValueError with the knob's name for a value of the wrong type or out of range."""
     hints = get_type_hints(algorithm.__class__)
     for knob in fields(algorithm):
         value = getattr(algorithm, knob.name)
@@ -72,7 +72,7 @@ def check_knobs(algorithm: Any) -> None:
 
 
 def _expected_kind(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
-    """The expected kind of value; None if `value` is of that kind."""
+    """A description of the expected value; None if `value` is valid."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return None if value in options else "one of " + ", ".join(map(repr, options))

@@ -1,7 +1,6 @@
-"""The tensor maths that algorithms share, through the methods of tensors only.
+"""The tensor maths that algorithms share; it uses only methods of tensors, so it needs no import of torch.
 
-Whatever stands outside the mask is replaced before it is exponentiated or multiplied: neither
-values nor gradients can be reached by it.
+Values outside the mask are replaced before they are exponentiated or multiplied, so they affect neither values nor gradients.
 """
 
 from __future__ import annotations
@@ -9,22 +8,22 @@ from __future__ import annotations
 from groupwise.algorithms.base import Others, Tensor, TokenBatch
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios (nats) are held within ± this before they are exponentiated: exp(89) is infinite in
-float32, and 0 · ∞ a NaN gradient. Beyond it, at a ratio of half a billion, there is no gradient."""
+"""Log-ratios (nats) are clamped to ± this before they are exponentiated: exp(89) is infinite in float32, and 0 · ∞ a NaN gradient. Beyond
+it, at a ratio of half a billion, there is no gradient."""
 
 
 def masked_difference(a_BT: Tensor, b_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """a − b where the mask is set, 0 elsewhere, whatever stands there."""
+    """a − b where the mask is set, 0 elsewhere, even for NaN or infinite inputs."""
     return (a_BT - b_BT).masked_fill(mask_BT == 0, 0.0)
 
 
 def bound_log_ratio(log_ratio_BT: Tensor) -> Tensor:
-    """Log-ratios that can be exponentiated; see `MAX_LOG_RATIO`."""
+    """Clamp log-ratios so that they can be exponentiated; see `MAX_LOG_RATIO`."""
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def token_counts(mask_BT: Tensor, like: Tensor, others: Others | None = None) -> Tensor:
-    """How many tokens of each row's rollout teach, at least 1, as (B, 1) in the dtype of `like`."""
+    """Number of trained tokens in each row's rollout, at least 1, as [B, 1] in the dtype of `like`."""
     counts_B1 = (mask_BT != 0).sum(-1, keepdim=True)
     if others is not None:
         counts_B1 = counts_B1 + others.tokens_B.unsqueeze(-1)
@@ -34,11 +33,11 @@ def token_counts(mask_BT: Tensor, like: Tensor, others: Others | None = None) ->
 def sequence_log_ratio(
     log_ratio_BT: Tensor, others: Others | None, mask_BT: Tensor, *, mean: bool
 ) -> Tensor:
-    """Each token with the log-ratio of its whole rollout, the mean or the sum of those of its tokens.
+    """Give each token the log-ratio of its whole rollout: the mean or the sum of its tokens' log-ratios.
 
-    The gradient of a token is that of its own log-probability (GSPO-token, equation 14), for the sum
-    times the number of tokens. Averaged over the rollout, value and gradient are those of its
-    ratio. Whatever multiplies a token then acts on that token's gradient alone.
+    The gradient of a token is that of its own log-probability (GSPO-token, equation 14); for the sum it is multiplied by the number of
+    tokens. Averaged over the rollout, value and gradient are those of the rollout's ratio. A factor on a token then acts only on that
+    token's gradient.
     """
     counts_B1 = token_counts(mask_BT, log_ratio_BT, others)
     share_B1 = 1 / counts_B1 if mean else 1.0
@@ -55,8 +54,8 @@ def clipped_surrogate(
 ) -> Tensor:
     """PPO's objective for each token, to be maximised: min(ratio · A, clip(ratio, low, high) · A).
 
-    With `delta`, the first ratio is held below it, which bounds the loss where A < 0 (two-sided
-    clipping, INTELLECT-2: https://arxiv.org/abs/2505.07291, section 3.4).
+    With `delta`, the first ratio is capped at it, which bounds the loss if A < 0 (two-sided clipping, INTELLECT-2:
+    https://arxiv.org/abs/2505.07291, section 3.4).
     """
     advantages_B1 = advantages_B.unsqueeze(-1)
     free_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
@@ -71,7 +70,7 @@ def scaled_sum(values_BT: Tensor, scales_B: Tensor, mask_BT: Tensor) -> Tensor:
 def clip_stats(
     batch: TokenBatch, ratio_BT: Tensor, low: float, high: float, delta: float | None
 ) -> dict[str, Tensor]:
-    """Tokens that a bound left without gradient. Outside the mask the ratio must be 1."""
+    """Marks of the tokens whose gradient each bound removed. Outside the mask the ratio must be 1."""
     advantages_B1 = batch.advantages_B.unsqueeze(-1)
     clipped = {
         "clip_low": (ratio_BT < low) & (advantages_B1 < 0),
@@ -83,7 +82,7 @@ def clip_stats(
 
 
 def token_stats(batch: TokenBatch) -> dict[str, Tensor]:
-    """The values of `LossResult.stats` that every loss has, per token, 0 outside the mask."""
+    """The entries of `LossResult.stats` that every loss has, per token; 0 outside the mask."""
     trained = batch.mask_BT != 0
     stats = {"tokens": trained}
     if batch.entropies_BT is not None:
@@ -92,5 +91,5 @@ def token_stats(batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def sum_stats(stats: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-    """The sum of each, in the dtype of `like`."""
+    """The sum of each statistic, in the dtype of `like`."""
     return {name: values_BT.sum().to(like.dtype) for name, values_BT in stats.items()}

@@ -3,8 +3,8 @@
     R(length) = 0                               length ≤ limit − cache
                 (limit − cache − length) / cache   up to the limit
 
-A rollout pays for the last `cache` tokens before the limit in proportion, up to 1 at the limit, so
-that one which ends just in time is not told that it did as well as a short one.
+A rollout that ends within the last `cache` tokens before the limit is punished in proportion, up to 1 at the limit. A rollout that ends
+just in time is then worth less than a short one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PART = "overlong"
 
 
 def punishment(length: int, limit: int, cache: int) -> float:
-    """Between 0 and −1, for a completion of `length` tokens."""
+    """The punishment for a completion of `length` tokens, between 0 and −1."""
     return max(min((limit - cache - length) / cache, 0.0), -1.0)
 
 
@@ -35,9 +35,9 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def with_overlong_punishment(group: Group, limit: int, cache: int, factor: float) -> Group:
-    """The group with the punishment as a part of each scored rollout's reward, `factor` its weight.
+    """Add the punishment as a part of each scored rollout's reward, with `factor` as its weight.
 
-    Raises TaskError if a reward has the part's name; those of an environment are not known before.
+    Raises TaskError if a reward has the part's name; the rewards of an environment are not known earlier.
     """
     return replace(
         group,

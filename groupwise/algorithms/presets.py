@@ -1,7 +1,7 @@
 """Published settings by name: an algorithm with the knobs that its source states.
 
-Where a source is silent, the default stands. What is not a knob of the algorithm (learning rate,
-group size, lengths) is named in `docs/algorithms.md`.
+Knobs that a source does not state keep their defaults. Settings that are not knobs of the algorithm (learning rate, group size, lengths)
+are listed in `docs/algorithms.md`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Preset:
 
     algorithm: str
     source: str
-    """The source of the values."""
+    """Paper or code that states the values."""
     knobs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -29,7 +29,7 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {
 def make(name: str, knobs: Mapping[str, Any]) -> Algorithm:
     """The algorithm with these knobs, and defaults for the rest.
 
-    Raises ValueError for a name, knob or value that does not exist, with those that do.
+    Raises ValueError for an unknown name, knob or value; the message lists the known ones.
     """
     if name not in ALGORITHMS:
         raise ValueError(f"There is no algorithm {name!r}{_choose(name, ALGORITHMS)}")

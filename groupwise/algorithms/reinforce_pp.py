@@ -4,21 +4,19 @@
     A_i  = (r_i − mean(r)) / (std(all r − mean(r)) + 1e-4)      with group_baseline
     loss = 1/(Σ_i |o_i|) · Σ_i Σ_t [ −min(ratio · A_i, clip(ratio) · A_i) + beta · KL ]
 
-r are the rewards of a group's scored members, "all" those of the whole step. Advantages are
-normalised over the step: a standard deviation of few members is noisy, depends on the reward that
-it divides, and blows up groups that nearly always succeed. `group_baseline` first takes away the
-group's mean, which is the paper's variant for reasoning with verifiable rewards (with k2 as the KL
-term of the loss); without it also a group whose members all succeed is rewarded.
+r are the rewards of a group's scored members, "all r" those of the whole step. Advantages are normalised over the step: a standard
+deviation of few members is noisy, depends on the reward that it divides, and amplifies groups that nearly always succeed.
+`group_baseline` first subtracts the group's mean, which is the paper's variant for reasoning with verifiable rewards (with k2 as the KL
+term of the loss); without it, a group whose members all succeed is rewarded as well.
 
-Assumes a step of many prompts, since its mean and spread stand for those of all prompts.
+Assumes a step of many prompts, since its mean and spread represent those of all prompts.
 
-Where the code of others differs: OpenRLHF and verl take mean and spread over tokens, so that long
-rollouts count more in them; here, as in the formula for one reward per rollout, rollouts count the
-same. In the plain variant the paper puts the KL into the reward; here it is a term of the loss.
+Differences to other code: OpenRLHF and verl take mean and spread over tokens, so long rollouts count more in them. Here rollouts count the
+same, as in the formula for one reward per rollout. In the plain variant the paper puts the KL into the reward; here it is a term of the
+loss.
 
-Degenerate cases: rewards that are all the same in the step, and a step of one, give advantage
-exactly 0; with group_baseline so does each group whose rewards are the same. Failed members are in
-no mean, spread or denominator. A truncated rollout that is masked counts in mean and spread only.
+Degenerate cases: equal rewards in the whole step, and a step of one rollout, give advantage exactly 0; with group_baseline so does each
+group with equal rewards. Failed members are in no mean, spread or denominator. A masked truncated rollout counts only in mean and spread.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class ReinforcePp(Clipped):
 
     @property
     def compares_members(self) -> bool:
-        """Not in the plain form, which compares the rollouts of the whole step."""
+        """False in the plain form without dynamic sampling, which compares the rollouts of the whole step."""
         return self.group_baseline or self.dynamic_sampling
 
     def credit(self, groups: Sequence[Group]) -> Credit:
@@ -69,9 +67,9 @@ class ReinforcePp(Clipped):
         return to_members(groups, [[next(left) for _ in values] for values in rewards])
 
     def scale(self, rollout: Rollout) -> float:
-        """1: tokens weigh the same."""
+        """1: all tokens count the same."""
         return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The trained tokens of the step."""
+        """Number of trained tokens in the step."""
         return float(self.tokens(groups))

@@ -4,21 +4,19 @@
     ρ_i  = exp( Σ_t log ratio_t )
     loss = 1/N · Σ_i [ −min(ρ_i · A_i, clip(ρ_i, 1 − 0.2, 1 + 0.2) · A_i) + beta · Σ_t KL_t ]
 
-A rollout is one action: no share of its tokens, and a baseline that does not depend on it, so that
-the gradient is unbiased. On policy ρ is 1 and the gradient that of REINFORCE, as in the paper; the
-clip, as in TRL, acts only when several updates are made of one batch.
+A rollout is one action: its sum is not divided by its number of tokens, and its baseline does not depend on it, so the gradient is
+unbiased. On policy ρ is 1 and the gradient that of REINFORCE, as in the paper; the clip, as in TRL, acts only if several updates are made
+from one step's samples.
 
-Assumes rewards of a size that means something, since nothing divides by their spread; and ratios
-that start at 1, since ρ is a product over all tokens: so it is taken against the learner's own
-log-probabilities at the start of the batch (`importance_sampling_correction`, on by default).
+Assumes rewards of a meaningful size, since nothing divides by their spread; and ratios that start at 1, since ρ is a product over all
+tokens. So it is taken against the learner's own log-probabilities at the start of the step (`importance_sampling_correction`, on by
+default).
 
-In the paper and in TRL the KL is a part of the reward. Here it is a term of the loss, summed over
-the rollout, so that beta has the same size: its gradient looks at each token alone, and has less
-variance.
+In the paper and in TRL the KL is a part of the reward. Here it is a term of the loss, summed over the rollout, so that beta has the same
+size: its gradient considers each token alone, and has less variance.
 
-Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0; with two
-members the advantages are twice those of `dr_grpo`. Failed and masked members as in `dr_grpo`. A
-rollout of several rows is one action all the same, with one ratio.
+Degenerate cases: equal rewards, and a group of one, give advantage exactly 0; with two members the advantages are twice those of
+`dr_grpo`. Failed and masked members as in `dr_grpo`. A rollout of several rows is still one action, with one ratio.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Rloo(Clipped):
 
     @property
     def ratio_of_rollout(self) -> bool:
-        """All rows of a rollout share its sum."""
+        """True: all rows of a rollout share the sum of its log-ratios."""
         return True
 
     def credit(self, groups: Sequence[Group]) -> Credit:
@@ -57,7 +55,7 @@ class Rloo(Clipped):
         return to_members(groups, [leave_one_out(scored_rewards(group)) for group in groups])
 
     def scale(self, rollout: Rollout) -> float:
-        """1: a rollout's log-probability is the sum of its tokens'."""
+        """1: a rollout's log-probability is the sum of its tokens' log-probabilities."""
         return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
@@ -67,7 +65,7 @@ class Rloo(Clipped):
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The rollout's surrogate, shared out over its tokens."""
+        """The rollout's surrogate, divided equally among its tokens."""
         surrogate, stats = Clipped.surrogate(self, batch, log_ratio_BT)
         return surrogate / ops.token_counts(batch.mask_BT, surrogate, batch.others), stats
 

@@ -2,9 +2,8 @@
 
     sft = −Σ_rows scale · Σ_tokens log-probability
 
-It has no knobs. With scale 1 and the number of trained tokens as the denominator it is the mean
-cross-entropy per token (nats). Advantages and sampling log-probabilities play no part. Where nothing
-is trained the sums are 0.
+It has no knobs. With scale 1 and the number of trained tokens as the denominator it is the mean cross-entropy per token (nats). Advantages
+and sampling log-probabilities are ignored. Without a trained token the sums are 0.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ class Sft:
 
     @property
     def needs_reference(self) -> bool:
-        """There is none."""
+        """False: there is no KL penalty."""
         return False
 
     @property
     def needs_proximal(self) -> bool:
-        """Nothing was sampled."""
+        """False: the tokens were not sampled."""
         return False
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """The entropy is only reported."""
+        """False: the entropy is only reported."""
         return False
 
     @property
     def needs_accuracy(self) -> bool:
-        """How many of the teacher's tokens the model would write itself is the number that people know."""
+        """True: the share of the teacher's tokens that the model finds most likely is a usual metric of supervised training."""
         return True
 
     def loss_spec(self) -> LossSpec:
-        """The name alone."""
+        """The name alone; there are no knobs."""
         return LossSpec(self.name)
 
     def loss(self, batch: TokenBatch) -> LossResult:

@@ -1,4 +1,4 @@
-"""Finds the parts of a run's config that do not go with `model.backend: tunix` or `model.backend: unsloth`."""
+"""Finds settings in a run's config that are incompatible with `model.backend: tunix` or `model.backend: unsloth`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def unsloth_conflicts(config: Any) -> Iterator[Conflict]:
             "other policies. Leave it out.",
             ("lora.dropout", BACKEND),
         )
-    others = (  # keys that have other processes compute, with their usual value
+    others = (  # keys that make other processes compute, with their usual value
         ("run.server", config.run.server, None),
         ("run.processes", config.run.processes, 1),
         ("distributed.learners", config.distributed.learners, 1),

@@ -1,4 +1,4 @@
-"""A learner whose work another process does, asked by verbs (`groupwise.api.schemas.parts`): a training server, or Tunix's worker."""
+"""A learner in another process, called by verbs (`groupwise.api.schemas.parts`): on a training server, or in Tunix's worker."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PREDICTIONS = TypeAdapter(list[Prediction])
 
 
 class VerbLearner(ABC):
-    """The computing part of a `groupwise.core.types.Learner`."""
+    """The methods of a `groupwise.core.types.Learner` that compute."""
 
     @abstractmethod
     async def _call(self, do: Verb) -> Any:
-        """Have the other process do it, after all earlier calls; returns its answer as JSON holds it."""
+        """Execute a verb in the other process, after all earlier calls; returns its answer as parsed JSON."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]

@@ -33,7 +33,7 @@ class DistributedConfig(Strict):
 
 
 SAMPLER_TIMEOUT = 300.0
-"""Longer than anything that a sampler does in one piece, as reading weights or computing the prompts of a step."""
+"""Seconds. Longer than any single uninterrupted operation of a sampler, such as reading weights or computing the prompts of a step."""
 
 
 class SampledDistributedConfig(DistributedConfig):
@@ -58,8 +58,10 @@ class SampledDistributedConfig(DistributedConfig):
 
 
 def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[Conflict]:
-    """Conflicts of several processes of either kind with the rest of a training config; `rows` is the number of rows in a step, set by
-    these `keys`."""
+    """Yield conflicts of `distributed.learners` and `distributed.samplers` with the rest of a training config.
+
+    `rows` is the number of rows in a step; `keys` are the config keys whose product it is.
+    """
     learners: int = config.distributed.learners
     samplers: int = getattr(config.distributed, "samplers", 0)
     if learners > 1:
@@ -90,7 +92,7 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
 
 
 def _cannot_be_divided(learners: int, samplers: int | None) -> Iterator[Conflict]:
-    """`samplers`: None where nothing is sampled."""
+    """`samplers` is None in a supervised run, which samples nothing."""
     if learners == 1:
         yield Conflict(
             "distributed.strategy is fsdp2, which divides weights among several learners, but distributed.learners is 1. Raise it, or "

@@ -1,11 +1,11 @@
-"""The main process's side: it starts the zygote, calls the ranks, and notices their end.
+"""The main process's side of forked workers: it starts the zygote, calls the ranks, and notices when they end.
 
-A run may begin a zygote before it knows what to build: meanwhile the zygote imports what it will need, which takes seconds, and answers
-questions for which the main process would have to import the same.
+A run may start a zygote before it knows what to build. Meanwhile the zygote imports the modules it will need, which takes seconds, and
+answers questions for which the main process would otherwise have to import them too.
 
-A thread of its own starts the zygote, reads all connections and lives as long as the zygote does, because the kernel's parent-death
-signal goes by threads. Futures connect it with the callers. All processes are in a session of their own, out of the reach of
-Ctrl-C. If one of them ends for any reason, all end, and every call then fails with the reason.
+A dedicated thread starts the zygote and reads all connections. It lives as long as the zygote, because the kernel's parent-death signal
+is bound to the thread that started the child. Futures connect this thread with the callers. All worker processes run in their own
+session, so Ctrl-C does not reach them. If one of them ends for any reason, all of them end, and every call then fails with the reason.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from groupwise.engine.distributed.rpc import (
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LOOK_EVERY = 0.005
-"""Seconds between two checks that the zygote has ended, while it is about to."""
+"""Seconds between two checks whether the zygote has ended, during shutdown."""
 
 
 class Ranks(Calls):
     """Worker processes that each host the same object, created once.
 
-    `modules` are imported by the zygote while it waits to be told what to make. With `sees_gpus` it can be asked about GPUs until
-    then; what it makes sees none. See `groupwise.engine.distributed.rank` for what is hosted, and for what can be called.
+    `modules` are imported by the zygote while it waits for the setup. With `sees_gpus` it can answer questions about GPUs until then; the
+    object that it makes sees none. `groupwise.engine.distributed.rank` says what can be hosted and called.
     """
 
     def __init__(self, *modules: str, sees_gpus: bool = False) -> None:
@@ -75,13 +75,13 @@ class Ranks(Calls):
         return self._process.pid
 
     def begin(self) -> None:
-        """Start the zygote; does not wait for it."""
+        """Start the zygote without waiting for it."""
         self._thread.start()
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Call a function (`package.module:function`) in the begun zygote, before it knows what to make.
+        """Call a function (`package.module:function`) in the started zygote, before it receives its setup.
 
-        Raises what it raises, and RunError if the zygote has ended.
+        Raises the function's own errors, and RunError if the zygote has ended.
         """
         number, future = self._new_call()
         try:
@@ -92,10 +92,10 @@ class Ranks(Calls):
         return future.result()
 
     async def make(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
-        """Have the begun zygote make the hosted object, and wait for `count` ranks that host it.
+        """Send the started zygote its setup, and wait until `count` ranks host the object.
 
-        `factory` names a function (`package.module:function`), which is called with `arguments`, expressible as JSON, as keywords.
-        Raises what it raises, and RunError if a process has ended. After an error, or if the wait is cancelled, all processes have ended.
+        `factory` names a function (`package.module:function`). It is called with `arguments` as keywords; they must be expressible as JSON.
+        Raises the factory's own errors, and RunError if a process has ended. After an error or a cancelled wait, all processes have ended.
         """
         self._set_up(factory, arguments, count)
         await self._until_made()
@@ -106,7 +106,7 @@ class Ranks(Calls):
         self._until_made_now()
 
     def close(self) -> None:
-        """End all processes, even busy ones, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they have ended. May be called again."""
         self._end(RunError("The model workers are closed."))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -117,13 +117,13 @@ class Ranks(Calls):
         pairs = [socket.socketpair() for _ in range(count)]
         self.count = count
         self._lines = [MessageChannel(ours) for ours, _ in pairs]
-        with suppress(OSError):  # it has ended, and the thread hears why
+        with suppress(OSError):  # the zygote has ended; the thread reports why
             self._control.send(setup_of(factory, arguments), [theirs for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
 
     def _end(self, reason: RunError) -> None:
-        """Fail running and future calls, and have the processes end."""
+        """Fail running and future calls, and make the processes end."""
         if self._fail_all(reason):
             self._control.end()
 
@@ -131,16 +131,16 @@ class Ranks(Calls):
         if self._output is not None:
             self._output.begin_call()
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _run_thread(self) -> None:
         self._end(reason_of(self._run_zygote))
 
     def _run_zygote(self) -> RunError:
-        """Start the zygote and listen as long as it lives; returns how it ended. However this ends, the zygote has ended."""
+        """Start the zygote and listen for as long as it lives. Returns how it ended; on every way out the zygote has ended."""
         number = self._theirs.fileno()
         arguments = (str(os.getpid()), str(number), *self._modules)
-        with self._theirs:  # from then on the zygote's alone, so that its end is noticed
+        with self._theirs:  # closed here once the zygote has it, so its end is noticed
             try:
                 self._process = process = Popen(
                     [sys.executable, "-P", "-m", "groupwise.engine.distributed.zygote", *arguments],
@@ -158,7 +158,7 @@ class Ranks(Calls):
             self._listen()
         finally:
             self._control.end()
-            # It ends by itself; if it is still making something, or hangs, it is killed.
+            # It ends by itself. If it is still making the hosted object, or hangs, it is killed.
             deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
             while not has_ended(process) and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY)
@@ -170,7 +170,7 @@ class Ranks(Calls):
         return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
 
     def _listen(self) -> None:
-        """Take messages until the zygote is gone or must go."""
+        """Receive messages until the zygote's connection ends."""
         self._selector.register(self._control, selectors.EVENT_READ, self._control)
         while True:
             for key, _ in self._selector.select():
@@ -180,7 +180,7 @@ class Ranks(Calls):
                 except EOFError:
                     if line is self._control:
                         return
-                    self._selector.unregister(line)  # the zygote says why
+                    self._selector.unregister(line)  # the zygote will report why
                     continue
                 for message in messages:
                     self._take(message)

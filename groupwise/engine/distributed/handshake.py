@@ -1,10 +1,10 @@
-"""Lets two processes on a network verify each other, before either accepts more from the other than bytes of a fixed number.
+"""Lets two processes on a network verify each other. Before that, each reads only a fixed number of bytes from the other.
 
-Both know a secret of the run's attempt: the one that the launcher has put into a file on each machine (`groupwise.core.rendezvous`), else
-a word that the first process tells the others by torchrun's store, which is as secret as that store. Each sends a challenge, and answers
-the other's with a code that requires the secret; the secret itself is not sent. Two keys are derived from both challenges, one for each
-direction, which seal every message with its number: anything that a stranger sends, changes, repeats or leaves out is rejected, and ends
-the connection. Nothing is encrypted: anyone who can listen can read the messages.
+Both know a secret of the run's attempt: the one that the launcher put into a file on each machine (`groupwise.core.rendezvous`), or else
+a token that the first process publishes in torchrun's store, which is then as secret as that store. Each side sends a challenge, and
+answers the other's with a code that requires the secret; the secret itself is not sent. Two keys are derived from both challenges, one
+for each direction. They seal every message together with its number: a message that a third party sends, changes, repeats or drops is
+detected and ends the connection. Nothing is encrypted: anyone who can listen can read the messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stranger(ConnectionError):
 
 
 class BrokenSeal(EOFError):
-    """A frame on the connection was not sent so by the other end. The connection is over."""
+    """A frame was not sent by the other end in this form and order. The connection can no longer be used."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Seal:
     opened: int = 0
 
     def code(self, message: bytes) -> bytes:
-        """Code of the next message that is sent."""
+        """Authentication code of the next message to send. Counts it as sent."""
         self.sent += 1
         return _seal_code(self.ours, self.sent, message)
 
@@ -66,7 +66,7 @@ class Seal:
 
 
 def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """The secret that the launcher has put into a file, or None. Raises UsageError if the named file is unreadable or empty."""
+    """The secret in the file that `KEY_FILE` names, or None if it names none. Raises UsageError if the file is unreadable or empty."""
     path = environment.get(KEY_FILE)
     if path is None:
         return None
@@ -82,7 +82,7 @@ def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | No
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
-    """The first process's side: returns the caller's rank and the seal for all further messages. Raises Stranger, OSError."""
+    """The first process's side: returns the caller's rank, and the seal for all further messages. Raises Stranger, OSError."""
     until = _start_clock(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
@@ -126,7 +126,7 @@ def _seal_code(key: bytes, number: int, message: Any) -> bytes:
 
 
 def _start_clock(connection: socket.socket) -> float:
-    """Start the handshake's time limit; returns when it is over."""
+    """Start the handshake's time limit; returns when it ends, in `time.monotonic` seconds."""
     connection.settimeout(GREETING)
     return time.monotonic() + GREETING
 

@@ -1,7 +1,7 @@
 """A learner whose work is done by ranks: each computes the gradient of some of the rows, and all make the same update.
 
 The learners of the ranks add up their gradients among themselves (`groupwise.engine.learner.replicas`). Their weights must stay equal to
-the bit: their fingerprints are compared whenever the weights are written to a file.
+the bit, so their fingerprints are compared each time the weights are written to a file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class RankLearner:
     """A `groupwise.core.types.Learner` over the `learner` that each rank hosts."""
 
     def __init__(self, ranks: Calls, *, divided: bool = False) -> None:
-        """`divided`: each has a part of every weight, so all take part in whatever one computes (`groupwise.engine.learner.fsdp`)."""
+        """`divided`: each rank holds a part of every weight, so all take part in each computation (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
         self._divided = divided
         self._failed = False
-        """True while ranks wait for one that has failed."""
+        """True once a call has failed while other ranks may still wait for the rank that failed."""
         self._trained: list[list[int]] = []
-        """Each rank's share of the rows that `forward_backward` was last given."""
+        """Row indices of each rank, from the last call of `forward_backward`."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -54,7 +54,7 @@ class RankLearner:
         return sums
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its rows."""
+        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its own rows."""
         shares = {rank: share for rank, share in enumerate(self._trained) if share}
         answers = await self._ranks.call_each(
             [(rank, "learner.trained_logprobs", ()) for rank in shares], droppable=True
@@ -62,7 +62,7 @@ class RankLearner:
         return _in_order([*shares.values()], answers)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks did not do the same."""
+        """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks report different gradient norms."""
         ranks = range(self._ranks.count)
         found: list[UpdateResult] = await self._together(
             [(rank, "learner.update", (params,)) for rank in ranks]
@@ -75,11 +75,11 @@ class RankLearner:
         """See `groupwise.core.types.Learner.discard`."""
         self._trained = []
         if self._divided and self._failed:
-            return  # those that wait would not answer; the run is over
+            return  # waiting ranks would not answer; the run is over
         self._ranks.call_all_now("learner.discard")
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the weights are not those of all."""
+        """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the ranks' weights differ."""
         calls = self._by_first("learner.publish", (version,), "learner.attend_publication")
         policy, *others = await self._together(calls)
         same_in_all("the learners' weights", [policy.fingerprint, *others])
@@ -96,7 +96,7 @@ class RankLearner:
         return await self._by_row("learner.predictions", rows)
 
     def save(self, folder: str) -> None:
-        """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the weights are not those of all."""
+        """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the ranks' weights differ."""
         same_in_all("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
         self._ranks.call_each_now(self._by_first("learner.save", (folder,), "learner.attend_save"))
 
@@ -106,7 +106,7 @@ class RankLearner:
 
     @contextmanager
     def traced(self) -> Generator[RankTrace]:
-        """Trace the work of the first rank while it is open; see `groupwise.engine.models.profile`."""
+        """Context manager that traces the work of the first rank; see `groupwise.engine.models.profile`."""
         self._ranks.call_each_now([(0, "begin_trace", ())])
         try:
             yield RankTrace(self._ranks)
@@ -114,18 +114,18 @@ class RankLearner:
             self._ranks.call_each_now([(0, "end_trace", ())])
 
     def _by_first(self, name: str, arguments: tuple[Any, ...], beside: str) -> list[RankCall]:
-        """A call of the first rank, with the calls that the others answer beside it."""
+        """A call of the first rank, and the calls (`beside`) that the other ranks answer at the same time."""
         others = range(1, self._ranks.count)
         return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
 
     async def _call_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Make calls that each rank answers by itself, and that may be given up; or that all make together if weights are divided."""
+        """Make calls that each rank answers independently and that may be cancelled. With divided weights, all ranks answer together."""
         if self._divided:
             return await self._together(calls)
         return await self._ranks.call_each(calls, droppable=True)
 
     async def _together(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Make calls in which ranks wait for each other, so that the failure of one does not wait for the others."""
+        """Make calls in which ranks wait for each other. If one fails, its error is raised without waiting for the others."""
         try:
             return await asyncio.gather(
                 *(self._ranks.call(rank, name, *arguments) for rank, name, arguments in calls)
@@ -147,7 +147,7 @@ class RankLearner:
 
 
 class RankTrace:
-    """The trace that the first rank has; as `groupwise.engine.models.profile.Trace`."""
+    """The trace held by the first rank; same interface as `groupwise.engine.models.profile.Trace`."""
 
     def __init__(self, ranks: Calls) -> None:
         self._ranks = ranks
@@ -162,7 +162,7 @@ class RankTrace:
 
 
 def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """The answers for each share of some rows, in the order of all rows."""
+    """Reorder answers from shares into the order of all rows."""
     found: list[Any] = [None] * sum(map(len, shares))
     for share, values in zip(shares, answers, strict=True):
         for index, value in zip(share, values, strict=True):

@@ -1,11 +1,11 @@
-"""The main process's side of learners that each have a model of their own: one on each GPU, or on several machines.
+"""The main process's side of learners that each have their own model: one on each GPU, or on several machines.
 
-On one machine they are started here. Under torchrun the process of its rank 0 runs the whole program and starts that rank beside it; the
-others, which are there already, learn from torchrun's store where to call, and are accepted once each side has verified the other
-(`groupwise.engine.distributed.handshake`). From then on there is no difference: calls go over lines, gradients are added up among the
-ranks (`groupwise.engine.learner.collective`).
+On one machine this module starts them. Under torchrun, the process of rank 0 runs the whole program and starts a worker for that rank on
+the same machine; torchrun has started the others already. These read from torchrun's store which address to call, and are accepted once
+each side has verified the other (`groupwise.engine.distributed.handshake`). After that the two cases do not differ: calls are sent over
+connections, and the ranks add up their gradients among themselves (`groupwise.engine.learner.collective`).
 
-The end of one of them ends all others, and every call then fails with the reason. Other machines have other disks, so files to load
+If one of them ends, all others are ended, and every call then fails with the reason. Other machines have other disks, so files to load
 are sent with the call.
 """
 
@@ -33,12 +33,12 @@ _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
 _WORD = 32
-"""Letters of the word that replaces a secret if the ranks have none."""
+"""Hexadecimal digits of the token that replaces a secret if the ranks have none."""
 
 
 class Peers(Started):
-    """`count` worker processes, of `place`'s torchrun if that has started them; if they are `learning`, and several, they meet
-    before they make anything."""
+    """`count` worker processes; with `place`, all but the first were started by torchrun. If they are `learning` and several, they join one
+    process group before they make the hosted object."""
 
     def __init__(self, count: int, place: Launched | None, *, learning: bool) -> None:
         super().__init__(count, "learner")
@@ -58,7 +58,7 @@ class Peers(Started):
             name, arguments = "load_sent", (name, given, contents)
         return super()._ask(rank, name, arguments)
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _open(self) -> None:
         self._meeting = socket.create_server((self._host, 0))
@@ -70,7 +70,7 @@ class Peers(Started):
 
     @property
     def _host(self) -> str:
-        """Interface on which this machine listens: all of them if ranks call from other machines."""
+        """Address on which this machine listens: all interfaces if ranks call from other machines."""
         return "" if self._place and self._place.machines > 1 else HERE
 
     def _environment_defaults(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class Peers(Started):
         return {"GLOO_SOCKET_IFNAME": "lo"} if near and sys.platform.startswith("linux") else {}
 
     def _accept_caller(self) -> None:
-        """Accept a rank that calls; a caller that does not know the secret is rejected. When all have called, the door is closed."""
+        """Accept a rank that calls; reject a caller that does not know the secret. Stop listening once all ranks have called."""
         assert self._door is not None
         connection, caller = self._door.accept()
         try:

@@ -1,12 +1,12 @@
-"""Messages between the main process, the zygote and its ranks: pickled, because all of them are trusted alike. Messages over a
-network are verified by their seal (`groupwise.engine.distributed.handshake`).
+"""Messages between the main process, the zygote and its ranks. They are pickled, because all of these processes trust each other. Messages
+over a network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
-The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
-socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has. To a rank it sends `Call` and
-`Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
+The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number. It then sends `Setup`, with a
+socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has ended. To a rank the main
+process sends `Call` and `Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
 
-A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. It sends
-`Alive` now and then if that was asked for.
+A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `Failed`, and finally `Leave`. It sends `Alive` at
+regular intervals if `PeerSetup.beat` is set.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from groupwise.core.processes.frames import FrameBuffer, framed
 from groupwise.engine.distributed.handshake import Seal
 
 _PIECE = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes to read at once."""
 _MOST_SOCKETS = 253
-"""Sockets that the kernel hands over at once."""
+"""Most sockets that one `sendmsg` can pass to another process (a limit of Linux)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The object that the zygote makes, for as many ranks as sockets were handed over."""
+    """Describes the object that the zygote must make. As many ranks host it as sockets come with the message."""
 
     factory: str
     """`package.module:function`; its result is hosted, see `groupwise.engine.distributed.rank`."""
     arguments: dict[str, Any]
-    """Its keywords; expressible as JSON."""
+    """Keyword arguments for `factory`; expressible as JSON."""
     sys_path: tuple[str, ...]
     log_level: int
-    """Less important records of the package's log are not sent."""
+    """Log records of the package below this level are not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """The part of one rank with a model of its own."""
+    """Setup of one rank that has its own model."""
 
     rank: int
     count: int
     setup: Setup
     meeting: tuple[str, int] | None
-    """Host and port at which ranks that learn together meet; the first rank's listening socket comes with the message."""
+    """Host and port at which the ranks form their process group; the first rank's listening socket comes with the message."""
     calls: str | None = None
-    """The address that the first rank under torchrun announces to the others, host and port, and a word in place of a secret if they were
-    given none."""
+    """The address that the first rank under torchrun announces to the others: host, port, and a generated token if they have no configured
+    secret, separated by spaces."""
     tells: bool = False
-    """True if it sends what the package logs; the others would say the same."""
+    """True if the rank sends its log records. Only the first one does; the others would log the same."""
     beat: float | None = None
-    """Seconds between two signs of life; None: it gives none."""
+    """Seconds between two `Alive` messages; None: the rank sends none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank has ended, which it never does without cause."""
+    """A rank has ended, which is always an error."""
 
     rank: int
     code: int
@@ -93,23 +93,23 @@ class LogRecordMessage:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life: the rank's event loop still gets its turn."""
+    """Heartbeat: the rank's event loop is not blocked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Asks a rank to call its hosted object or give an attribute of it, or the zygote to call a function."""
+    """Asks a rank to call a method of its hosted object or return an attribute of it, or the zygote to call a function."""
 
     number: int
     name: str
-    """A path of attributes for a rank, `learner.update`; a callable there is called, and awaited if need be. For the zygote
+    """For a rank a path of attributes, such as `learner.update`; a callable is called, and awaited if necessary. For the zygote
     `package.module:function`."""
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The caller no longer waits for the call of that number."""
+    """The caller no longer waits for the call with this number."""
 
     number: int
 
@@ -124,7 +124,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The error that a call raised; `number` is 0 if the zygote could not make its object."""
+    """The error that a call raised; `number` is 0 if the hosted object could not be made."""
 
     number: int
     error: BaseException
@@ -134,7 +134,7 @@ class MessageChannel:
     """One end of a connection: whole messages, in the order in which they were sent."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
-        """`seal`: of a connection that goes over a network."""
+        """`seal` is given for a connection over a network."""
         self._connection = connection
         self._seal = seal
         self._buffer = FrameBuffer()
@@ -142,7 +142,7 @@ class MessageChannel:
         self._sending = threading.Lock()
 
     def give_up_after(self, seconds: float) -> None:
-        """End the connection if the other end takes nothing for so many seconds; `send` then raises OSError."""
+        """Set a send timeout: if the other end receives nothing for this many seconds, the connection ends and `send` raises OSError."""
         whole, part = int(seconds), int(seconds % 1 * 1e6)
         limit = struct.pack("@ll", whole, part)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -152,7 +152,7 @@ class MessageChannel:
         return self._connection.fileno()
 
     def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
-        """May be called from any thread. The other end is given the sockets, too. OSError if it is gone."""
+        """Send a message, and pass `sockets` to the other process. Safe from any thread. Raises OSError if the other end is gone."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
             frame = framed(pickled if self._seal is None else self._seal.code(pickled) + pickled)
@@ -162,22 +162,22 @@ class MessageChannel:
             try:
                 self._connection.sendall(frame)
             except BlockingIOError:
-                self.end()  # half a message may have gone, and what comes after it would be none
+                self.end()  # part of a frame may have been sent, so a later frame could not be told apart from its rest
                 raise
 
     def taken_over(self) -> list[socket.socket]:
-        """The sockets that came with the messages so far."""
+        """Sockets received with messages since the last call."""
         sockets, self._taken_over = self._taken_over, []
         return sockets
 
     def receive(self) -> Any:
-        """The next message, when it comes. Raises EOFError if the other end is gone."""
+        """Wait for the next message and return it. Raises EOFError if the other end is gone."""
         while (frame := self._buffer.take()) is None:
             self._receive_piece()
         return self._unpickle(frame)
 
     def receive_available(self) -> list[Any]:
-        """All messages that are complete after one more read; data must be there. EOFError as `receive`."""
+        """All messages that are complete after one more read; data must be available. Raises EOFError like `receive`."""
         self._receive_piece()
         messages: list[Any] = []
         while (frame := self._buffer.take()) is not None:
@@ -188,7 +188,7 @@ class MessageChannel:
         """End the connection for both sides, from any thread."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was faster
+        except OSError:  # the other side has closed it already
             return
 
     def close(self) -> None:
@@ -210,11 +210,11 @@ class MessageChannel:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error as it can be sent; one that is not a GroupwiseError carries its traceback."""
+    """The error in a form that can be pickled; one that is not a GroupwiseError carries its traceback as a note."""
     if not isinstance(error, GroupwiseError):
         error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 — errors of libraries may refuse in any way
+    except Exception:  # noqa: BLE001 — errors of libraries may fail to pickle in any way
         return RunError(f"A model worker failed:\n{explain(error)}")
     return error

@@ -1,12 +1,11 @@
-"""Models beside each other: adapters that are trained and sampled over one base, each with a learner and a sampler of its own.
+"""Several models over one base: adapters that are trained and sampled concurrently, each with its own learner and sampler.
 
 The caller drives them through `Models`, in the main process. Without ranks their work is done in that process, by its
-`groupwise.engine.distributed.worker_state.Hosted`. With ranks each model is bound to one of them, so that nothing of it need exist before
-the fork: that rank alone learns and samples for it, and several models keep several ranks busy. Calls name the function to call, like
-calls of ranks.
+`groupwise.engine.distributed.worker_state.Hosted`. With ranks each model is bound to one rank, so it can be added after the fork: that
+rank alone learns and samples for it, and several models keep several ranks busy. A call names the method to call, as a call of a rank
+does.
 
-A model that is dropped is removed with its adapter, optimiser and sampler once its running calls have ended; calls that come later
-are refused.
+A dropped model is removed with its adapter, optimiser and sampler once its running calls have ended; later calls are refused.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ from groupwise.engine.models.config import LoraConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewModel:
-    """The start of a model over a base that is in memory."""
+    """Description of a model to add over a base that is in memory."""
 
     run: str
-    """Name of its policies."""
+    """Run name in its policies."""
     folder: str
     """Folder in which it publishes its weights; no other model may use it."""
     seed: int
-    """Seed of a new adapter's numbers and of dropout."""
+    """Seed for the initial weights of a new adapter and for dropout."""
     lora: LoraConfig
-    """Its shape. A stored adapter that it starts from decides its own; keys that are given must agree with it."""
+    """Shape of the adapter. A stored adapter that it starts from decides its shape; keys that are set here must then agree with it."""
     start: str | None = None
-    """The folder of that adapter, which is then the reference, too."""
+    """Folder of the stored adapter to start from, which then is the reference policy as well; None: a new adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Facts from `groupwise.engine.distributed.worker_state.Hosted.add_model` about a model that it has made."""
+    """Result of `groupwise.engine.distributed.worker_state.Hosted.add_model`."""
 
     fingerprint: str
     """Fingerprint of the weights that its sampler serves."""
 
 
 class Host(Protocol):
-    """Does the work of some models; implementations in this process and in a rank."""
+    """Calls the worker that hosts some models, in this process or in a rank."""
 
     async def call(self, name: str, *arguments: Any, droppable: bool = False) -> Any: ...
 
@@ -74,7 +73,7 @@ class LocalWorker:
         self._hosted = hosted
 
     async def call(self, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Cancelling the wait cancels the call."""
+        """Call a method of `Hosted`. Cancelling the wait cancels the call."""
         return await getattr(self._hosted, name)(*arguments)
 
     def call_now(self, name: str, *arguments: Any) -> Any:
@@ -97,7 +96,7 @@ class RemoteWorker:
 
 
 class Model:
-    """One of the models, for its callers; refuses calls once it has been dropped."""
+    """Handle of one model; refuses calls once the model has been dropped."""
 
     def __init__(self, name: str, host: Host) -> None:
         self.name = name
@@ -105,17 +104,17 @@ class Model:
         self._dropped = False
 
     async def call(self, what: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call something of the model, `learner.update`; see `Host`."""
+        """Call a part of the model, such as `learner.update`; see `Host`."""
         self._refuse_if_dropped()
         return await self._host.call("of_model", self.name, what, *arguments, droppable=droppable)
 
     def call_now(self, what: str, *arguments: Any) -> Any:
-        """The same, for code that is not async."""
+        """Like `call`, for code that is not async."""
         self._refuse_if_dropped()
         return self._host.call_now("of_model", self.name, what, *arguments)
 
     async def drop(self) -> None:
-        """Refuse further calls, and free all that it holds when its running calls have ended."""
+        """Refuse further calls, and free the model's memory when its running calls have ended."""
         self._refuse_if_dropped()
         self._dropped = True
         await self._host.call("drop_model", self.name)
@@ -143,11 +142,11 @@ class ModelSampler:
         """See `groupwise.core.types.Sampler.load`."""
         try:
             await self._model.call("sampler.load", policy)
-        finally:  # files that are not what they should be have been read all the same
+        finally:  # files with a wrong fingerprint have been loaded all the same
             self._fingerprint = await self._model.call("sampler.fingerprint")
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in memory, as they were when they were loaded."""
+        """Fingerprint of the weights as they were when they were loaded."""
         return self._fingerprint
 
 
@@ -202,17 +201,17 @@ class ModelLearner:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """Parts that drive a model: like the parts of a run, but the processes are those of the base."""
+    """Parts that drive a model: like the parts of a run, but they use the processes of the base."""
 
     sampler: ModelSampler
     learner: ModelLearner
     model: Model
-    """Used for other calls, such as `learner.fingerprint`."""
+    """For all other calls, such as `learner.fingerprint`."""
     stop_token_ids: tuple[int, ...]
 
 
 class Models:
-    """The models over one base, at most `most` of them."""
+    """Registry of the models over one base; holds at most `most` of them."""
 
     def __init__(
         self,
@@ -221,7 +220,7 @@ class Models:
         stop_token_ids: tuple[int, ...],
         first: str | None = None,
     ) -> None:
-        """`first`: the model that the base was loaded with, which counts, and in which all hosts take part."""
+        """`first`: the model that the base was loaded with. It counts towards `most`, and all hosts compute it."""
         self._hosts = tuple(hosts)
         self._most = most
         self._stop_token_ids = stop_token_ids
@@ -231,15 +230,14 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all models there are, the oldest first."""
+        """Names of all models, the oldest first."""
         return (*((self._first,) if self._first is not None else ()), *self._models)
 
     async def add(self, name: str, new: NewModel) -> ModelParts:
-        """Make a model with a learner and a sampler; all others go on as they are.
+        """Add a model with its own learner and sampler; the other models are not disturbed.
 
-        Its work is done by the host that has the fewest; of several by the one after the last that was chosen. Raises UsageError if
-        the limit of models is reached, if the name is taken, and if the base is trained itself; ModelError for an adapter
-        that cannot be.
+        It is bound to the host with the fewest models; ties are broken round-robin. Raises UsageError if the limit of models is reached, if
+        the name is taken, or if the weights of the base are trained themselves; ModelError if the adapter cannot be made.
         """
         if name in self.names:
             raise UsageError(f"There is a model {name} already; {self._there_are()}.")
@@ -254,12 +252,12 @@ class Models:
         number = min(range(count), key=lambda each: (busy[each], (each - self._next) % count))
         self._next = (number + 1) % count
         model = Model(name, self._hosts[number])
-        # Before anything is awaited, so that the next one finds it.
+        # Registered before the first await, so a concurrent `add` sees the name and the count.
         self._models[name] = model, number
         try:
             added: Added = await self._hosts[number].call("add_model", name, new)
         except BaseException as error:
-            # A rank goes on even if the caller does not wait any more.
+            # A cancelled wait does not stop the rank, so the model may exist there by now.
             if isinstance(error, asyncio.CancelledError):
                 with suppress(GroupwiseError):
                     await self._hosts[number].call("drop_model", name)
@@ -269,7 +267,7 @@ class Models:
         return ModelParts(sampler, ModelLearner(model), model, self._stop_token_ids)
 
     async def drop(self, name: str) -> None:
-        """Remove an added model, once its running calls have ended. Raises UsageError if there is none."""
+        """Remove an added model once its running calls have ended. Raises UsageError if no such model was added."""
         if name not in self._models:
             raise UsageError(f"There is no model {name} to drop; {self._there_are()}.")
         model, _ = self._models[name]
@@ -279,11 +277,11 @@ class Models:
             self._models.pop(name, None)
 
     async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
-        """The base's linear layers by their full names, as `lora.target_modules` takes them: `attention`, `mlp`, `unembed`."""
+        """The base's linear layers by their full names, grouped by the kinds of `lora.target_modules`: `attention`, `mlp`, `unembed`."""
         return await self._hosts[0].call("layer_kinds")
 
     def host_of(self, name: str) -> int:
-        """Number of the rank that hosts a model that was added."""
+        """Index of the host (rank) of an added model."""
         return self._models[name][1]
 
     def _there_are(self) -> str:

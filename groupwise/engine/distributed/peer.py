@@ -1,7 +1,7 @@
-"""A rank with a model of its own: `python -m groupwise.engine.distributed.peer`, or one of the processes that torchrun has started.
+"""A rank with its own model: `python -m groupwise.engine.distributed.peer`, or one of the processes that torchrun has started.
 
-It receives its setup over its line, meets the other ranks if they learn together, and then answers calls as every rank does
-(`groupwise.engine.distributed.rank`). It ends with its line, even in the middle of work.
+It receives its setup over its connection, forms a process group with the other ranks if they learn together, and then answers calls as
+every rank does (`groupwise.engine.distributed.rank`). It ends when its connection ends, even in the middle of a computation.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from groupwise.engine.distributed.torchrun import Launched, gpu_of, watch_for_si
 from groupwise.engine.distributed.zygote import make
 
 CONNECT_TIMEOUT = 60.0
-"""Seconds for which the first rank is called repeatedly."""
+"""Seconds for which a rank retries to connect to the first one."""
 AGAIN = 0.2
 LINE = "groupwise/line"
-"""Key in torchrun's store: address of the first rank and, if ranks were given no secret, a word in its place."""
+"""Key in torchrun's store for the address of the first rank and, if the ranks were given no secret, a token in its place."""
 
 
 def main(parent: int, descriptor: int) -> NoReturn:
-    """Serve the process `parent` on a socket."""
+    """Serve the process `parent` over the inherited socket `descriptor`."""
     for number in (signal.SIGINT, signal.SIGTERM):  # as in the zygote
         signal.signal(number, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
@@ -54,7 +54,7 @@ def main(parent: int, descriptor: int) -> NoReturn:
 
 
 def be_launched(place: Launched) -> NoReturn:
-    """Be the rank that torchrun has started this process for."""
+    """Act as the rank that torchrun has started this process for."""
     os.environ.update(gpu_of(place.local_rank))
     if place.machines == 1 and sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -63,13 +63,13 @@ def be_launched(place: Launched) -> NoReturn:
     status = 1
     try:
         line = _call_first_rank(heard(LINE).split(), place.rank)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
+        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when to end
             signal.signal(number, signal.SIG_IGN)
         serve(line)
     except GroupwiseError as error:
         sys.stderr.write(f"{error}\n")
         status = error.exit_code
-    except BaseException:  # noqa: BLE001 — it must end as a rank, not as a command
+    except BaseException:  # noqa: BLE001 — the process must exit as a rank, not return into the command
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,7 +85,7 @@ def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
             f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
             "them the same file, or none."
         )
-    # The first rank answers one after the other, so it is called again while it may be busy with others.
+    # The first rank accepts one caller at a time, so the connection is retried while it may be busy with others.
     until = time.monotonic() + CONNECT_TIMEOUT
     while True:
         connection = None
@@ -105,14 +105,14 @@ def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
 
 
 def serve(line: MessageChannel) -> NoReturn:
-    """Be the rank that the setup from the other end describes."""
+    """Act as the rank that the setup from the other end describes."""
     try:
         setup: PeerSetup = line.receive()
         sockets = line.taken_over()
         tell_log(line if setup.tells else None, setup.setup.log_level)
         try:
             hosted = _meet_and_make(setup, sockets)
-        except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
+        except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
             line.send(Failed(0, portable(error)))
             with suppress(EOFError):
                 line.receive()
@@ -121,19 +121,19 @@ def serve(line: MessageChannel) -> NoReturn:
         asyncio.run(Answering(hosted, line, setup.beat).forever())
     except EOFError:
         os._exit(1)
-    except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once
+    except BaseException:  # noqa: BLE001 — after any error the process must end at once
         traceback.print_exc()
     os._exit(1)
 
 
 def _meet_and_make(peer: PeerSetup, sockets: list[socket.socket]) -> Any:
-    """Meet the other ranks, if they learn together, and make the hosted object."""
+    """Join the process group, if the ranks learn together, and make the hosted object."""
     from groupwise.engine.learner import collective
     from groupwise.engine.models.config import ModelConfig
     from groupwise.engine.models.tokenizer import resolve
 
-    # A model that is converted once for this machine is converted before the ranks meet: from then on transformers'
-    # `save_pretrained` writes nothing in any but the first of them.
+    # Convert a model that needs conversion on this machine before the ranks form their process group: within a group,
+    # transformers' `save_pretrained` writes files in rank 0 only.
     described = peer.setup.arguments.get("config")
     if described is not None:
         resolve(ModelConfig.model_validate(described["model"]))

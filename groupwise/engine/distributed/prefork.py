@@ -1,8 +1,8 @@
-"""Starts the zygote ahead of a run, before it is known what it will make, and asks it questions meanwhile.
+"""Starts the zygote ahead of a run, before the object to make is known, and asks it questions meanwhile.
 
-A command begins it as soon as it has read its config. From then on the zygote imports torch, transformers and peft, which takes seconds.
-Before the command can say what to make it has to know something of the model and of the machine; it asks the zygote, and so need not
-import them too. If no zygote has begun, the same questions are answered in this process.
+A command starts it as soon as it has read its config. The zygote then imports torch, transformers and peft, which takes seconds. Before
+the command can send the setup, it needs some facts about the model and the machine. It asks the zygote for them, so it need not import
+these libraries itself. If no zygote has been started, the same questions are answered in this process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MODULES = (
     "groupwise.engine.distributed.worker_state",
     "groupwise.engine.sampler.torch_sampler",
 )
-"""Modules that a zygote imports first; they bring torch, transformers and peft."""
+"""Modules that a zygote imports first; they import torch, transformers and peft."""
 
 _begun: list[Ranks] = []
-"""Holds one zygote at most."""
+"""The started zygote, if any; at most one."""
 
 
 def begin() -> None:
-    """Begin a zygote that answers questions, also about the device, unless there is one."""
+    """Start a zygote that answers questions, also about GPUs, unless one has been started."""
     if not _begun:
         _begun.append(_start_ranks(sees_gpus=True))
 
 
 def take() -> Ranks:
-    """Hand the zygote over to the caller, which says what it makes."""
+    """Hand the started zygote, or a new one, over to the caller, which sends it the setup."""
     return _begun.pop() if _begun else _start_ranks(sees_gpus=False)
 
 
@@ -43,7 +43,7 @@ def _start_ranks(*, sees_gpus: bool) -> Ranks:
 
 
 def give_up() -> None:
-    """End a zygote that was begun but is not needed."""
+    """End a zygote that was started but is not needed."""
     while _begun:
         _begun.pop().close()
 
@@ -52,7 +52,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """See `groupwise.engine.models.tokenizer.load_tokenizer`."""
     from groupwise.engine.models import tokenizer
 
-    if config.trust_remote_code:  # its class may not be known here until it is loaded here
+    if config.trust_remote_code:  # its class cannot be unpickled before its code is loaded
         return tokenizer.load_tokenizer(config)
     if _begun:
         tokenizer.import_class()

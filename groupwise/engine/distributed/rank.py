@@ -1,8 +1,8 @@
-"""A rank: a fork of the zygote that answers calls of the object it hosts, several at once, in one event loop.
+"""A rank: a fork of the zygote, or a process with its own model, that answers calls of the object it hosts, several at once, in one loop.
 
-Any object can be hosted. After the fork its `join(rank)` is called, which sets threads and meets the other ranks, and its
-`leave()` in the zygote; then calls name its attributes. A thread reads the socket, so that messages are taken, and the connection's end
-is noticed, while something is computed: then the main process is gone, and the rank ends.
+Any object can be hosted. After the fork its `join(rank)` is called in the rank, which sets threads and connects to the other ranks, and
+its `leave()` in the zygote. Calls then name its attributes. A thread reads the socket, so messages are received during a computation, and
+the end of the connection is noticed: the main process is then gone, and the rank ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from groupwise.engine.distributed.messages import (
 
 
 def run_rank(rank: int, hosted: Any, line: MessageChannel, zygote: int, log_level: int) -> NoReturn:
-    """Be a rank until the connection ends. Only the first one sends the package's log; the others would say the same."""
+    """Act as a rank until the connection ends. Only rank 0 sends the package's log; the others would log the same."""
     try:
         signal_when_parent_ends(signal.SIGKILL, zygote)
         tell_log(line if rank == 0 else None, log_level)
@@ -46,7 +46,7 @@ def run_rank(rank: int, hosted: Any, line: MessageChannel, zygote: int, log_leve
 
 
 def tell_log(line: MessageChannel | None, level: int) -> None:
-    """Send the package's log to the main process from now on, or keep it from being written."""
+    """Send the package's log to the main process from now on, or discard it if `line` is None."""
     log = logging.getLogger("groupwise")
     log.setLevel(level)
     log.propagate = False
@@ -56,7 +56,7 @@ def tell_log(line: MessageChannel | None, level: int) -> None:
 
 
 class _LogSender(logging.Handler):
-    """Sends records with their text made here, because their arguments may not be picklable."""
+    """Sends log records with their arguments already formatted, because arguments may not be picklable."""
 
     def __init__(self, line: MessageChannel) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class _LogSender(logging.Handler):
 
 
 class Answering:
-    """The calls that are under way."""
+    """Receives calls for the hosted object and runs each as a task."""
 
     def __init__(self, hosted: Any, line: MessageChannel, heartbeat: float | None = None) -> None:
-        """`beat`: as in `PeerSetup`."""
+        """`heartbeat`: seconds between two `Alive` messages, as `PeerSetup.beat`."""
         self._hosted = hosted
         self._line = line
         self._beat = heartbeat
@@ -87,10 +87,10 @@ class Answering:
         threading.Thread(target=self._receive, daemon=True).start()
         if self._beat is None:
             await asyncio.Event().wait()
-        # In the loop that computes, so that a rank which hangs in a computation is silent, too.
+        # Sent from the loop that computes, so a rank that hangs in a computation sends none.
         while True:
             assert self._beat is not None
-            with suppress(OSError):  # the main process is gone, which the thread hears
+            with suppress(OSError):  # the connection is gone; `_receive` ends this process
                 self._line.send(Alive())
             await asyncio.sleep(self._beat)
 

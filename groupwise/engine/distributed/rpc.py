@@ -1,8 +1,9 @@
-"""Calls of ranks: each has a number and goes over its rank's line; futures connect the callers with the thread that listens.
+"""Calls of ranks: each has a number and is sent over its rank's connection; futures connect the callers with the listening thread.
 
-Two modules start the processes, listen and notice their end: `groupwise.engine.distributed.forked_workers` if ranks are forks that share
-a model, and `groupwise.engine.distributed.spawned_workers` if each has its own. If one of them ends for any reason, all end, and every
-call then fails with the reason; but samplers apart from learners are replaced (`groupwise.engine.distributed.sampler_workers`).
+Two modules start the processes, listen, and notice when they end: `groupwise.engine.distributed.forked_workers` if ranks are forks that
+share a model, and `groupwise.engine.distributed.spawned_workers` if each has its own. If one process ends for any reason, all end, and
+every call then fails with the reason. The exception are samplers apart from learners: `groupwise.engine.distributed.sampler_workers`
+replaces them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Use one thread, and huge pages for allocated memory if the system gives them: reading weights is a few per cent faster."""
+"""One thread per process, and huge pages for allocated memory if the system offers them: reading weights is a few per cent faster."""
 RESUME = "A run goes on from its last checkpoint with --resume."
 
 RankCall = tuple[int, str, tuple[Any, ...]]
@@ -46,12 +47,12 @@ RankCall = tuple[int, str, tuple[Any, ...]]
 
 
 class Calls:
-    """Ranks that can be called. See `groupwise.engine.distributed.rank` for what can be called."""
+    """Calls to ranks; see `groupwise.engine.distributed.rank`."""
 
     def __init__(self) -> None:
         self.count = 0
         self.processes: tuple[int, ...] = ()
-        """Process ids, once they have been started."""
+        """Process ids, once the processes have been started."""
         self._ready: Future[None] = Future()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -61,9 +62,9 @@ class Calls:
         self._lines: list[MessageChannel] = []
 
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call something of the object that a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
+        """Call a method of the object that a rank hosts. Cancelling the wait cancels a `droppable` call; other calls continue.
 
-        Raises what it raises, and RunError if a process has ended.
+        Raises the method's own errors, and RunError if a process has ended.
         """
         number, future = self._ask(rank, name, arguments)
         try:
@@ -75,7 +76,7 @@ class Calls:
             raise
 
     async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
-        """Make all calls at once; results in their order. If several raise, the error of the first in this order is raised."""
+        """Make all calls at once; returns results in the order of the calls. If several raise, raises the first error in this order."""
         calls_made = [
             self.call(rank, name, *arguments, droppable=droppable)
             for rank, name, arguments in calls
@@ -87,7 +88,7 @@ class Calls:
         return found
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
-        """Make the same call of all ranks."""
+        """Make the same call to all ranks."""
         return await self.call_each((rank, name, arguments) for rank in range(self.count))
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
@@ -104,11 +105,11 @@ class Calls:
         return self.call_each_now((rank, name, arguments) for rank in range(self.count))
 
     def close(self) -> None:
-        """End all processes, even busy ones, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they have ended. May be called again."""
         raise NotImplementedError
 
     async def _until_made(self) -> None:
-        """Wait for ranks that host the object. After an error, or if the wait is cancelled, all processes have ended."""
+        """Wait until all ranks host the object. After an error or a cancelled wait, all processes have ended."""
         try:
             await asyncio.wrap_future(self._ready)
         except BaseException:
@@ -124,7 +125,7 @@ class Calls:
             raise
 
     def _take_answer(self, message: Answered | Failed | LogRecordMessage) -> None:
-        """Settle the future of a call, or log what a process has logged."""
+        """Settle the future of an answered call, or log a record that a process sent."""
         match message:
             case LogRecordMessage(record):
                 _log(record)
@@ -136,7 +137,7 @@ class Calls:
                 settle(self._pop_pending(number), error=error)
 
     def _begin_call(self) -> None:
-        """Called before a call is sent."""
+        """Called before a call is sent; subclasses override it."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
@@ -159,16 +160,16 @@ class Calls:
         return number, future
 
     def _pop_pending(self, number: int) -> Future[Any] | None:
-        """The future of a call that is over; None if its caller does not wait for it any more."""
+        """Remove and return the future of a call that is over; None if its caller no longer waits for it."""
         with self._lock:
             return self._pending.pop(number, None)
 
     def _send(self, line: MessageChannel, message: Call | Cancel) -> None:
-        with suppress(OSError):  # it has ended, and the thread hears why
+        with suppress(OSError):  # the process has ended; the listening thread handles that
             line.send(message)
 
     def _fail_all(self, reason: RunError) -> bool:
-        """Fail running and future calls. False if that was done before."""
+        """Fail running and future calls. False if that has been done before."""
         with self._lock:
             if self._over is not None:
                 return False
@@ -180,7 +181,7 @@ class Calls:
 
 
 def setup_of(factory: str, arguments: Mapping[str, Any]) -> Setup:
-    """What a process is told to make: `factory` (`package.module:function`) is called with `arguments`, which JSON can express."""
+    """Setup for a process: `factory` (`package.module:function`) is called with `arguments`, which must be expressible as JSON."""
     return Setup(
         factory,
         json.loads(json.dumps(dict(arguments))),
@@ -196,7 +197,7 @@ def how(code: int | None) -> str:
 
 
 def reason_of(lived: Callable[[], RunError]) -> RunError:
-    """The reason why listening to processes is over, as an error that callers can receive: what `lived` returns, or whatever it raises."""
+    """Why listening to the processes has ended, as an error for callers: the result of `lived`, or the error it raised."""
     try:
         return lived()
     except RunError as error:
@@ -210,17 +211,17 @@ def reason_of(lived: Callable[[], RunError]) -> RunError:
 
 
 def _log(record: logging.LogRecord) -> None:
-    """Log it in this process. Errors of handlers or filters are reported as by the standard library's handlers, and end nothing."""
+    """Log a record in this process. Errors of handlers or filters are only reported, as the standard library's handlers do."""
     log = logging.getLogger(record.name)
     try:
         if log.isEnabledFor(record.levelno):
             log.handle(record)
-    except Exception:  # noqa: BLE001 — code of the user's, which has no part in the run
+    except Exception:  # noqa: BLE001 — a user's handler must not end the run
         logging.Handler().handleError(record)
 
 
 def same_in_all(what: str, found: Sequence[str]) -> str:
-    """The value of `what` that all ranks report. Raises RunError if they differ."""
+    """The value that all ranks report. Raises RunError, with `what` as the value's name, if they differ."""
     if len(set(found)) > 1:
         raise RunError(
             f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "
@@ -232,7 +233,7 @@ def same_in_all(what: str, found: Sequence[str]) -> str:
 def settle(
     future: Future[Any] | None, value: Any = None, error: BaseException | None = None
 ) -> None:
-    """Give a future its result, unless its caller has cancelled it."""
+    """Set a future's result or error, unless its caller has cancelled it."""
     if future is None:
         return
     with suppress(InvalidStateError):

@@ -1,9 +1,10 @@
-"""A sampler whose work is done by ranks.
+"""A sampler that distributes its work over ranks.
 
-Groups that are asked for within a few milliseconds are divided together, so that those of a step, which clients may ask for one by one,
-are not cut up more than they must. A member's draw does not depend on its rank nor on other members, so the division changes no bit.
+Groups that are requested within a few milliseconds are divided among the ranks together. Clients may request the groups of a step one by
+one, and this avoids cutting them more than necessary. A member's draw does not depend on its rank nor on other members, so the division
+changes no bit.
 
-If vLLM servers sample for several learners, `RankWitness` asks the first learner's model what the published weights say.
+If vLLM servers sample for several learners, `RankWitness` asks the first learner's model for log-probabilities under the published weights.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from groupwise.engine.distributed.sharding import Share, deal
 
 _SERVED = "the samplers' weights"
 GATHERED = 0.003
-"""Seconds in which groups are gathered before they are divided: a thousandth of a small step's time."""
+"""Seconds for which groups are gathered before they are divided: a thousandth of a small step's time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A group that is asked for."""
+    """A requested group."""
 
     request: GroupRequest
     dealt: asyncio.Future[None]
     shares: list[Share]
-    """Empty until it is dealt."""
+    """Empty until the group has been divided."""
 
 
 class RankSampler:
@@ -76,7 +77,7 @@ class RankSampler:
         self._fingerprint = same_in_all(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in the memory of all ranks, as they were when they were loaded."""
+        """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""
         return self._fingerprint
 
     def _deal(self) -> None:
@@ -107,7 +108,7 @@ class RankSampler:
 class RankWitness:
     """A `groupwise.engine.sampler.vllm.sampler.Knows` over the `witness` that the first rank hosts.
 
-    All calls block: servers are compared with the learner between two pieces of work, and nothing continues before that is done.
+    All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """
 
     def __init__(self, ranks: Calls) -> None:
@@ -124,7 +125,7 @@ class RankWitness:
         self._fingerprint = str(self._call("fingerprint"))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in that rank's memory, as they were when they were read."""
+        """Fingerprint of the weights in that rank's memory, as they were when they were read."""
         return self._fingerprint
 
     def logprobs(

@@ -1,12 +1,12 @@
-"""The main process's side of samplers apart from learners: processes with a model of their own that draw completions, on this machine.
+"""The main process's side of samplers apart from learners: processes on this machine that draw completions with their own model.
 
-Each serves the weights published last, and its draws follow from seeds. So nothing is lost when one ends: another is started in its
-place, takes the weights that were loaded last, and is sent all unanswered calls again; callers see no difference. A sampler that is
-silent, because it hangs or was stopped, is killed after a while, and replaced likewise. If one ends again and
-again without having drawn anything, all end.
+Each serves the weights published last, and its draws follow from seeds, so nothing is lost when one ends. Another is started in its
+place, loads the newest weights, and receives all unanswered calls again; callers see no difference. A sampler that sends no message for
+longer than the timeout, because it hangs or was stopped, is killed and replaced in the same way. If one ends repeatedly without having
+drawn anything, all are ended.
 
-Calls come from the main thread while the thread of `Started` replaces processes: the lock `_turn` guards what is sent, and what is
-to be sent again.
+Calls come from the main thread while the thread of `Started` replaces processes: the lock `_turn` guards sending and the calls that may
+have to be sent again.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ logger = logging.getLogger(__name__)
 _DRAW = "sampler.generate"
 _LOAD = "sampler.load"
 MOST_ENDS = 3
-"""Ends of one sampler without a completion in between after which the run fails: its requests, or the machine, are then likely to end the
-next one, too."""
+"""The run fails after this many ends of one sampler without a completion in between: its requests, or the machine, are then likely to
+end the next one as well."""
 BEGINS = 1800.0
-"""Seconds that a sampler may take to make its model: a large one comes slowly from a shared disk."""
+"""Seconds that a sampler may take to make its model: a large one loads slowly from a shared disk."""
 _BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
 _LOOKS = 8
-"""Looks at samplers, and signs of life of each, within `distributed.sampler_timeout`."""
+"""Silence checks, and heartbeats of each sampler, within `distributed.sampler_timeout`."""
 
 
 class Samplers(Started):
-    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one sends
-    the package's log."""
+    """`count` samplers. One that ends, or is silent for longer than `patience` seconds, is replaced. With `tells`, the first one sends the
+    package's log."""
 
     def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
         super().__init__(count, "sampler", first_gpu)
         self._patience = patience
         self._beat = self._look_every = patience / _LOOKS
         self._silent: Counter[int] = Counter()
-        """Looks in a row without a message from each sampler, each look after `_beat` seconds."""
+        """Consecutive silence checks, `_beat` seconds apart, without a message from each sampler."""
         self._looked_at = time.monotonic()
         self._tells = tells
         self._turn = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
-        """Unanswered calls of each sampler, by their numbers."""
+        """Unanswered calls of each sampler, by their numbers; a replacement receives them again."""
         self._up: set[int] = set()
-        """Samplers that can be sent calls."""
+        """Samplers that are ready to receive calls."""
         self._newest: Policy | None = None
         self._catching_up: dict[int, int] = {}
-        """The sampler that takes the newest weights, by the number of that call."""
+        """Replacement samplers that are loading the newest weights, by the number of the call that loads them."""
         self._ends: Counter[int] = Counter()
-        """Ends of each sampler since it has drawn something."""
+        """Number of times that each sampler ended since it last drew a completion."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
@@ -94,7 +94,7 @@ class Samplers(Started):
                 calls.pop(number, None)
         return super()._pop_pending(number)
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _open(self) -> None:
         for rank in range(self.count):
@@ -106,7 +106,7 @@ class Samplers(Started):
         return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
     def _send_setup(self, rank: int, line: MessageChannel) -> None:
-        """See `Started._send_setup`. Sending holds the lock that replacing a sampler needs, so it must end even if nothing is received."""
+        """See `Started._send_setup`. Sending holds the lock that replacing a sampler needs, so it must not block for ever."""
         line.give_up_after(self._patience)
         super()._send_setup(rank, line)
 
@@ -138,7 +138,7 @@ class Samplers(Started):
             super()._is_ready(rank)
 
     def _finish_catching_up(self, rank: int, fingerprint: str) -> None:
-        """A replacement sampler serves weights; newer ones may have been published since it was told to load."""
+        """Put a replacement sampler to work if it serves the newest weights, or will: newer ones leave a `load` call pending."""
         with self._turn:
             assert self._newest is not None
             loads = any(call.name == _LOAD for call in self._unanswered[rank].values())
@@ -150,7 +150,7 @@ class Samplers(Started):
             self._resume(rank)
 
     def _resume(self, rank: int) -> None:
-        """Send the unanswered calls, in the order in which they were made."""
+        """Send a sampler its unanswered calls, in the order in which they were made."""
         self._up.add(rank)
         if self._lines:
             self._lines[rank] = self._by_rank[rank]
@@ -158,7 +158,7 @@ class Samplers(Started):
             self._send(self._by_rank[rank], call)
 
     def _check_silence(self, heard: set[int]) -> RunError | None:
-        """Replace silent samplers. Looks are counted, not seconds: while this process is stopped itself, no sampler counts as silent."""
+        """Replace silent samplers. It counts checks, not seconds: while this process itself is stopped, no sampler counts as silent."""
         for rank in heard:
             self._silent[rank] = 0
         now = time.monotonic()
@@ -176,7 +176,7 @@ class Samplers(Started):
         return None
 
     def _handle_end(self, rank: int, hangs: str = "") -> RunError | None:
-        """Replace it. `hangs`: the message about a sampler that is still there."""
+        """Replace a sampler that has ended, or hangs; `hangs` is then the reason for the message. Returns an error if all must end."""
         if self._over is not None:
             return self._over
         self._silent[rank] = 0
@@ -187,7 +187,7 @@ class Samplers(Started):
             self._selector.unregister(line)
             line.close()
         self._pids.pop(rank, None)
-        with suppress(ProcessLookupError, PermissionError):  # what it may have started
+        with suppress(ProcessLookupError, PermissionError):  # its own children, too
             os.killpg(self._started[rank].pid, signal.SIGKILL)
         code, words = self._reap(rank)
         self._ends[rank] += 1

@@ -1,7 +1,7 @@
-"""Divides work among ranks: members of groups that are sampled, and rows that are learnt from.
+"""Divides work among ranks: members of groups to sample, and rows to learn from.
 
-Both divisions follow from their arguments alone. Whole groups stay together as long as that keeps the ranks evenly busy, because each
-rank computes the prompts of its own share.
+Both divisions are functions of their arguments alone. Groups are kept whole as long as that keeps the ranks evenly busy, because each rank
+computes the prompts of its own share.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import by_prompt
 
 UNEVEN = 1.1
-"""Groups are cut if whole ones give a rank more than this times its fair share of tokens: a prompt that is computed twice costs less than
-ranks that wait."""
+"""Groups are cut if whole ones give a rank more than this times its fair share of tokens: computing a prompt twice costs less than ranks
+that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Share:
     rank: int
     start: int
     end: int
-    """One past the last of them."""
+    """Index after the last of them."""
 
     @property
     def members(self) -> int:
@@ -33,13 +33,13 @@ class Share:
 
 
 def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
-    """Give each rank its part of groups of so many members, so that all have equally many, with `loads`: those they have already.
+    """Divide groups of the given sizes among ranks so that all have equally many members, counting `loads`, the members they already have.
 
     Returns the shares of each group, in the order of its members.
     """
     rooms = [0] * len(
         loads
-    )  # members that each rank takes, so that loads end as near to each other as they can
+    )  # members that each rank takes, chosen so that the final loads are as equal as possible
     busy = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(busy)
     for _ in range(sum(sizes)):
@@ -62,9 +62,9 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
 
 
 def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
-    """The indices of each rank's rows, rising. A rank may have none.
+    """Row indices of each rank, ascending. A rank may have none.
 
-    The shares are balanced by computed tokens: a prompt counts once in each rank that has it.
+    The shares are balanced by computed tokens: a prompt counts once in each rank that has rows of it.
     """
     groups = [*by_prompt(rows).values()]
     costs = [_cost(rows, members) for members in groups]
@@ -79,7 +79,7 @@ def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
 
 
 def _cut(rows: Sequence[Row], groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Group after group, cut into equal stretches, even within a group."""
+    """Lay the groups end to end and cut them into stretches of equal cost, even within a group."""
     order = [index for members in groups for index in members]
     firsts = {members[0] for members in groups}
     total = sum(_cost(rows, members) for members in groups)

@@ -1,8 +1,8 @@
-"""Processes that the main one starts on this machine, each with a model of its own: the common part of learners and samplers.
+"""Processes with their own model that the main process starts on this machine: the common part of learners and samplers.
 
-A thread starts them, listens, and lives as long as they do, because the kernel's parent-death signal goes by threads. The end of a line is
-the end of its process; the subclass decides the consequence: `groupwise.engine.distributed.learner_workers` are lost
-all together, `groupwise.engine.distributed.sampler_workers` are replaced.
+A thread starts them and listens. It lives as long as they do, because the kernel's parent-death signal is bound to the thread that started
+the child. A process's end is noticed by the end of its connection. The subclass decides what follows:
+`groupwise.engine.distributed.learner_workers` ends all of them, `groupwise.engine.distributed.sampler_workers` replaces the one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HERE = "127.0.0.1"
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LAST_WORDS = 1.0
-"""Seconds that a process may take to end after its line has ended."""
+"""Seconds that a process may take to exit after its connection has ended."""
 
 FromRank = Ready | Answered | Failed | LogRecordMessage | Alive
 """Messages that a rank sends."""
@@ -48,7 +48,7 @@ FromRank = Ready | Answered | Failed | LogRecordMessage | Alive
 class Started(Calls):
     """`count` worker processes that each make the same object and host it.
 
-    `called`: the name of one of them in messages; `first_gpu`: the GPU of the first one started here, if there are GPUs.
+    `called`: what one of them is called in messages; `first_gpu`: index of the GPU for the first one started here, if there are GPUs.
     """
 
     _look_every: float | None = None
@@ -82,7 +82,7 @@ class Started(Calls):
         self._until_made_now()
 
     def close(self) -> None:
-        """See `Calls.close`. Processes that were started by others end by themselves."""
+        """See `Calls.close`. Processes that torchrun started end by themselves."""
         if self._fail_all(RunError("The model workers are closed.")):
             for line in [*self._by_rank.values()]:
                 with suppress(OSError):
@@ -93,12 +93,12 @@ class Started(Calls):
         self._wake.close()
 
     def end(self, reason: RunError) -> None:
-        """Fail running and future calls, and have the processes end, without waiting for that. From any thread."""
+        """Fail running and future calls, and make the processes end, without waiting for that. May be called from any thread."""
         if self._fail_all(reason):
             self._wake_thread()
 
     def take_along(self, others: Started) -> None:
-        """End the others with these from now on, with the same reason."""
+        """From now on, when these processes end, end the others too, with the same reason."""
         self._along.append(others)
 
     def _fail_all(self, reason: RunError) -> bool:
@@ -109,41 +109,41 @@ class Started(Calls):
         return first
 
     def _wake_thread(self) -> None:
-        with suppress(OSError):  # they have ended by themselves
+        with suppress(OSError):  # the thread has ended already
             self._wake.sendall(b".")
 
     def _begin_call(self) -> None:
         for output in [*self._outputs.values()]:
             output.begin_call()
 
-    # --- what the subclasses define ---------------------------------------------------------------
+    # --- defined by the subclasses ----------------------------------------------------------------
 
     def _open(self) -> None:
         """Start the processes."""
         raise NotImplementedError
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
-        """The setup of a rank, and the sockets that come with it."""
+        """The setup of a rank, and the sockets to send with it."""
         raise NotImplementedError
 
     def _handle_end(self, rank: int) -> RunError | None:
-        """Handle the end of a rank's line. Returns the reason if that ends all, else None."""
+        """Handle the end of a rank's connection. Returns an error if all must end, else None."""
         raise NotImplementedError
 
     def _accept_caller(self) -> None:
-        """Something else that the selector watches is ready."""
+        """Called when the selector reports a socket that is not a rank's connection."""
         raise NotImplementedError
 
     def _check_silence(self, heard: set[int]) -> RunError | None:
-        """Called after each wait for messages, with the ranks that sent any; returns the same as `_handle_end`."""
+        """Called after each wait for messages, with the ranks that sent any; returns an error if all must end, else None."""
 
     def _is_ready(self, rank: int) -> None:
-        """A rank has made what it hosts."""
+        """Called when a rank has made its hosted object; the last one settles the wait of `make`."""
         if len(self._pids) == self.count:
             self._lines = [self._by_rank[each] for each in range(self.count)]
             settle(self._ready)
 
-    # --- what runs in the thread -----------------------------------------------------------------
+    # --- run by the thread -----------------------------------------------------------------------
 
     def _run_thread(self) -> None:
         reason = reason_of(self._listen)
@@ -151,7 +151,7 @@ class Started(Calls):
         self._fail_all(reason)
 
     def _listen(self) -> RunError:
-        """Start them and listen until they must end; returns the reason."""
+        """Start the processes and listen until they must end; returns the reason."""
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._open()
         while True:
@@ -180,7 +180,7 @@ class Started(Calls):
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
             case Alive():
-                pass  # that it was heard of is all
+                pass  # a heartbeat only marks the rank as heard
             case Ready(processes):
                 (self._pids[rank],) = processes
                 self.processes = tuple(self._pids[each] for each in sorted(self._pids))
@@ -214,7 +214,7 @@ class Started(Calls):
             raise RunError(f"The model workers cannot be started: {error}") from error
 
     def _environment_defaults(self) -> dict[str, str]:
-        """Defaults for the ranks' environment; the user's own environment has precedence."""
+        """Defaults for the ranks' environment; the user's own environment takes precedence."""
         return {}
 
     def _send_setup(self, rank: int, line: MessageChannel) -> None:
@@ -222,18 +222,18 @@ class Started(Calls):
         setup, sockets = self._setup_of(rank)
         self._by_rank[rank] = line
         self._selector.register(line, selectors.EVENT_READ, rank)
-        with suppress(OSError):  # it has ended, which its line shows
+        with suppress(OSError):  # the process has ended; its connection shows that
             line.send(setup, sockets)
 
     def _reap(self, rank: int) -> tuple[int | None, str]:
-        """Exit code and last words of a process that was started here and whose line has ended."""
+        """Exit code and last output of a process that was started here and whose connection has ended."""
         process = self._started[rank]
         with suppress(TimeoutExpired):
             process.wait(_LAST_WORDS)
         return process.returncode, self._outputs[rank].last_words()
 
     def _end_all(self) -> None:
-        """Kill the processes started here, and hang up on the others."""
+        """Kill the processes started here, and close the connections to the others."""
         for process in self._started.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Reads what torchrun, or whatever else starts the same command several times, says of this one in its environment."""
+"""Reads this process's rank and the number of ranks from the environment, as torchrun or a similar launcher sets it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from groupwise.core.errors import UsageError
 WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SEEN = "CUDA_VISIBLE_DEVICES"
 QUIET = 30
-"""Seconds after which a quiet machine is probed; after twice as long without an answer it is lost."""
+"""Seconds without traffic after which a connection is probed. After twice as long without an answer it is considered lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,20 @@ class Launched:
     """Rank among the processes of its machine."""
     local_count: int
     host: str
-    """Host of the first one."""
+    """Host of rank 0."""
 
     @property
     def machines(self) -> int:
-        """Number of machines, each with as many processes."""
+        """Number of machines; each runs equally many processes."""
         return max(1, self.count // self.local_count)
 
     def elsewhere(self, rank: int) -> bool:
-        """True if that one is on another machine than the first: ranks are counted machine by machine."""
+        """True if that rank is on another machine than rank 0: ranks are numbered machine by machine."""
         return rank >= self.local_count
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """This process's place if it was started with others, else None. Raises UsageError for values that are not whole numbers."""
+    """This process's rank among those started together; None if it was started alone. Raises UsageError for invalid values."""
     if not all(environment.get(word) for word in WORDS):
         return None
     try:
@@ -59,7 +59,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def refuse_other_number(found: Launched | None, learners: int) -> None:
-    """UsageError if the config wants another number of learners than were started."""
+    """Raise UsageError if the config wants another number of learners than processes were started."""
     if found is None or found.count == learners:
         return
     raise UsageError(
@@ -70,7 +70,7 @@ def refuse_other_number(found: Launched | None, learners: int) -> None:
 
 
 def gpu_of(local_rank: int) -> dict[str, str]:
-    """The environment of a rank that is to see its own GPU alone; empty if there is none for it."""
+    """Environment variables that make only this rank's own GPU visible to it; empty if there is none for it."""
     given = os.environ.get(SEEN)
     seen = [each for each in (given or "").split(",") if each]
     if given is None:
@@ -79,7 +79,7 @@ def gpu_of(local_rank: int) -> dict[str, str]:
 
 
 def watch_for_silence(connection: socket.socket) -> None:
-    """Detect a machine that lost its power, which closes no connection; the system's own limit is two hours."""
+    """Detect a machine that lost power, which closes no connection; the operating system's own limit is two hours."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)

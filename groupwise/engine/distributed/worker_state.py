@@ -1,10 +1,10 @@
-"""The state that a rank hosts: a sampler and a learner as they are in a process of their own, and the calls that they answer there.
+"""The objects that a rank hosts: the sampler and learner of one process, and the calls that they answer there.
 
-Made in the zygote, before the fork; see `groupwise.engine.distributed.rank` for how its attributes are called.
+For forked ranks they are made in the zygote, before the fork; `groupwise.engine.distributed.rank` says how their attributes are called.
 
-`AdapterHost` holds more models over the same base (`groupwise.engine.distributed.multi_adapter` calls them): each has adapters of its own,
-a learner and a sampler; base weights, and their packed copies, are there once. Calls are answered in one event loop: samplers decode a
-token each in turn, and learners give way to them after every micro-batch.
+`AdapterHost` holds further models over the same base (`groupwise.engine.distributed.multi_adapter` calls them). Each has its own adapters,
+learner and sampler; base weights and their packed copies exist once. Calls are answered in one event loop: samplers take turns, one token
+each, and learners yield to them after every micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from groupwise.engine.sampler.weights import ServedAdapter
 
 @dataclass(slots=True)
 class Hosted:
-    """Sampler and learner over one model, and models beside it that this process alone computes."""
+    """Sampler and learner over one model, and further models over the same base that only this process computes."""
 
     threads: int
     """Threads of each rank."""
@@ -46,21 +46,21 @@ class Hosted:
     trained: Any = None
     """The learner's `groupwise.engine.learner.weights.TrainedWeights`."""
     replicas: Summed | None = None
-    """Shared by its learner and those of the other ranks; None if it learns alone, or not at all."""
+    """Adds up gradients with the learners of the other ranks; None if this learner works alone, or there is none."""
     tracing: Tracing | None = None
     witness: Any = None
-    """Checks the answers of vLLM servers that sample in the ranks' place (`groupwise.engine.sampler.vllm.witness`)."""
+    """Checks the answers of vLLM servers that sample instead of the ranks (`groupwise.engine.sampler.vllm.witness`)."""
     bench: AdapterHost | None = None
-    """Holds the models beside this one; None if all weights of the base are trained."""
+    """Holds the further models; None if all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
-        """Be a rank from now on."""
+        """Act as a rank from now on."""
         prepare_process(self.threads)
         if self.replicas is not None:
             self.replicas.join(rank)
 
     def leave(self) -> None:
-        """Be the zygote of ranks that have been forked."""
+        """Called in the zygote after the ranks have been forked."""
         if self.replicas is not None:
             self.replicas.leave()
 
@@ -69,17 +69,17 @@ class Hosted:
         return trained_slopes(self.trained, learning_rate)
 
     def held_memory(self, device: str) -> tuple[int, int | None]:
-        """Peak bytes of the device that this process held, and those that it shares now, if that is known."""
+        """Peak bytes of the device that this process used, and the bytes it shares with others now; None for the latter if unknown."""
         return peak_memory(device), shared_memory() if device == "cpu" else 0
 
     async def served(self, policy: Policy) -> str:
-        """Have the sampler load a policy; returns the fingerprint of the weights that it serves then."""
+        """Load a policy into the sampler; returns the fingerprint of the weights that it then serves."""
         assert self.sampler is not None
         await self.sampler.load(policy)
         return self.sampler.fingerprint()
 
     async def load_sent(self, name: str, given: Any, files: dict[str, bytes]) -> None:
-        """Have the learner or the sampler load files that came with the call, because the named ones are on another machine."""
+        """Load files that came with the call into the learner or the sampler, because their folder is on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:
             for file, content in files.items():
                 (Path(folder) / file).write_bytes(content)
@@ -89,19 +89,19 @@ class Hosted:
                 await done
 
     async def add_model(self, name: str, new: NewModel) -> Added:
-        """Make a model beside this one in this process; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
+        """Add a model in this process; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
         return self._bench().add(name, new)
 
     async def drop_model(self, name: str) -> None:
-        """Forget it; see `groupwise.engine.distributed.multi_adapter.Models.drop`."""
+        """Remove an added model; see `groupwise.engine.distributed.multi_adapter.Models.drop`."""
         await self._bench().drop(name)
 
     async def of_model(self, name: str, what: str, *arguments: Any) -> Any:
-        """Call something of it, `learner.update`."""
+        """Call a part of an added model, such as `learner.update`."""
         return await self._bench().call(name, what, *arguments)
 
     def of_model_now(self, name: str, what: str, *arguments: Any) -> Any:
-        """The same for calls that are not async."""
+        """Like `of_model`, for code that is not async."""
         return self._bench().call_now(name, what, *arguments)
 
     async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
@@ -117,7 +117,7 @@ class Hosted:
         return self.bench
 
     def begin_trace(self) -> None:
-        """Trace this process from now on, the learner's calls by their names."""
+        """Trace this process from now on; the learner's calls are marked with their names."""
         assert self.learner is not None
         work = traced()
         self.tracing = Tracing(work, work.__enter__(), self.learner)
@@ -132,7 +132,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A trace, the context that ends it, and the learner without marks."""
+    """A running trace, the context manager that ends it, and the learner without trace marks."""
 
     work: AbstractContextManager[Trace]
     trace: Trace
@@ -140,27 +140,27 @@ class Tracing:
 
 
 MakeWeights = Callable[[AdaptedModel, str, NewModel], tuple[TrainedAdapter, ServedAdapter]]
-"""Both copies of a new model's adapter, under a name that no other adapter has."""
+"""Makes the trained and the served copy of a new model's adapter, under a name that no other adapter has."""
 MakeLearner = Callable[[TrainedAdapter, NewModel], TorchLearner]
 MakeSampler = Callable[[ServedAdapter], Sampler]
 
 
 @dataclass(slots=True)
 class _Standing:
-    """One hosted model."""
+    """One added model."""
 
     trained: TrainedAdapter
     served: ServedAdapter
     learner: TorchLearner
     sampler: Sampler
     under_way: int = 0
-    """Number of calls of it that have not ended."""
+    """Number of its running calls."""
     dropped: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AdapterHost:
-    """Holds the models over one base, and makes more of them."""
+    """Holds the added models over one base, and makes them."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class AdapterHost:
     def add(self, name: str, new: NewModel) -> Added:
         """Make a model; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
         assert name not in self._models, f"there is a model {name} already"
-        # Not the name that was given: that may have dots, which torch refuses.
+        # torch refuses dots in module names, and the given name may have some.
         inner = f"added-{next(self._numbers)}"
         try:
             trained, served = self._make_weights(self._adapted, inner, new)
@@ -194,7 +194,7 @@ class AdapterHost:
         return Added(sampler.fingerprint())
 
     async def drop(self, name: str) -> None:
-        """Remove a model when all calls of it have ended; no call comes after this one."""
+        """Remove a model when all its calls have ended. The caller makes no further calls of it."""
         standing = self._models.pop(name, None)
         if standing is None:
             raise _unknown_model(name, self._models)
@@ -205,7 +205,7 @@ class AdapterHost:
             self._remove(standing)
 
     async def call(self, name: str, what: str, *arguments: Any) -> Any:
-        """Call something of a model, `learner.update`."""
+        """Call a part of a model, such as `learner.update`."""
         standing = self._find(name)
         standing.under_way += 1
         try:
@@ -217,7 +217,7 @@ class AdapterHost:
                 self._remove(standing)
 
     def call_now(self, name: str, what: str, *arguments: Any) -> Any:
-        """The same for calls that are not async."""
+        """Like `call`, for code that is not async."""
         return _call_model(self._find(name), what, arguments)
 
     def layer_kinds(self) -> dict[str, tuple[str, ...]]:

@@ -1,10 +1,10 @@
-"""Makes the object that all ranks host, once, and then is forked into them: `python -m groupwise.engine.distributed.zygote`.
+"""Makes the object that all ranks host, once, and is then forked into them: `python -m groupwise.engine.distributed.zygote`.
 
-It is a fresh interpreter, so that the user's script is not run again, with one computing thread, so that there is no thread that a
-fork would lose. Until it receives its setup it answers questions, so that the main process need not import the same modules.
-The ranks share with it, and so with each other, the memory of all that they do not write to: the weights of the model.
-Afterwards it waits for the end of a rank, which it reports to the main process, and for the end of its connection, which means that the
-main process has ended or wants it to end. In both cases it ends all ranks, and itself.
+It is a fresh interpreter, so the user's script is not run again. It computes in one thread, because a fork would lose all others. Until
+it receives its setup it answers questions, which saves the main process from importing the same modules. The ranks share with it, and so
+with each other, all memory that they do not write to: the weights of the model. Afterwards it waits for a rank to end, which it reports
+to the main process, and for its connection to end, which means that the main process has ended or wants it to end. In both cases it ends
+all ranks and itself.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from groupwise.engine.distributed.rank import run_rank, tell_log
 
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
-    """Serve the process `parent` on a socket, once the modules are imported."""
-    # A queue signals all processes of a job; the main one decides when to end.
+    """Import the modules, then serve the process `parent` over the inherited socket `descriptor`."""
+    # A batch queue signals all processes of a job; only the main process decides when to end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
-    # The modules stay for good, so the garbage collector need not look at them again and again.
+    # The modules stay loaded, so exclude their objects from garbage collection.
     disable()
     for module in modules:
         import_module(module)
@@ -50,18 +50,18 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     enable()
     line = MessageChannel(socket.socket(fileno=descriptor))
     setup = _answer_until_setup(line)
-    os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
+    os.environ.update(NO_GPU)  # ranks compute on the CPU; GPU drivers do not survive a fork
     lines = [MessageChannel(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
     try:
         hosted = make(setup)
-    except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
+    except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
         line.send(Failed(0, portable(error)))
         return
     ranks = _fork_ranks(hosted, line, lines, setup.log_level)
     threading.Thread(target=_kill_at_end, args=(line, ranks), daemon=True).start()
     line.send(Ready(ranks))
-    first, status = os.wait()  # the end of the first one is the end of all
+    first, status = os.wait()  # when the first rank ends, all are ended
     with suppress(OSError):  # the main process is gone
         line.send(Ended(ranks.index(first), os.waitstatus_to_exitcode(status)))
     _kill(ranks)
@@ -72,7 +72,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
 
 
 def _answer_until_setup(line: MessageChannel) -> Setup:
-    """Answer questions until the setup comes."""
+    """Answer questions (`Call`s) until the setup arrives, and return it."""
     tell_log(line, logging.INFO)
     while isinstance(message := line.receive(), Call):
         try:
@@ -84,7 +84,7 @@ def _answer_until_setup(line: MessageChannel) -> Setup:
 
 
 def make(setup: Setup) -> Any:
-    """Make the object to be hosted."""
+    """Make the object to host."""
     sys.path.extend(folder for folder in setup.sys_path if folder not in sys.path)
     return load(setup.factory, kind="factory").object(**setup.arguments)
 
@@ -92,9 +92,9 @@ def make(setup: Setup) -> Any:
 def _fork_ranks(
     hosted: Any, line: MessageChannel, lines: Sequence[MessageChannel], log_level: int
 ) -> tuple[int, ...]:
-    """Fork a rank for each line; returns their process ids."""
+    """Fork a rank for each connection; returns their process ids."""
     collect()
-    freeze()  # a collection in a rank would write to every object, and so copy the memory that is shared
+    freeze()  # a garbage collection in a rank would write to every object, and so copy the shared memory
     zygote = os.getpid()
     ranks: list[int] = []
     for rank, own in enumerate(lines):
@@ -112,7 +112,7 @@ def _fork_ranks(
 
 
 def _kill_at_end(line: MessageChannel, ranks: Sequence[int]) -> None:
-    """Kill the ranks when the connection ends; the main process sends nothing more before that."""
+    """Kill the ranks when the connection ends. The main process sends nothing more, so a message cannot arrive here."""
     with suppress(EOFError):
         line.receive()
     _kill(ranks)

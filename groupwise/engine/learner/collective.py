@@ -1,8 +1,8 @@
-"""Adds up the gradients of one run's learners in processes that share no memory, by torch.distributed: NCCL on GPUs, gloo on CPUs.
+"""Adds up the gradients of one run's learners in processes without shared memory, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-It does what distributed data parallel does with accumulated gradients: one sum over all ranks for each update, of everything in one piece.
-`DistributedDataParallel` itself is a wrapper around a module's forward pass and takes means; here gradients may be computed by hand, and
-losses are sums with denominators of the whole step. All ranks get the same bits, and make the same update of their own.
+It does the same as distributed data parallel with accumulated gradients: one all-reduce over all ranks for each update, of all gradients
+as one tensor. `DistributedDataParallel` itself wraps a module's forward pass and takes means; here gradients may be computed by hand, and
+losses are sums with denominators of the whole step. All ranks get the same bits, and make the same update.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from groupwise.core.errors import WorkerLostError
 from groupwise.engine.models.memory import lacks_memory
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time that ranks wait for each other: for the first one to read its data, for models to be read, and for the rank with the longest rows.
-The end of a rank is noticed at once; this limit is for one that hangs, or whose machine is gone without a word."""
+"""How long ranks wait for each other: while the first one reads its data, while models are read, and for the rank with the longest rows.
+The end of a rank is noticed at once. This limit is for a rank that hangs, or whose machine was lost without closing its connections."""
 GRACE = 5.0
-"""Seconds after which a rank that cannot reach another one ends, if it has not been ended by then: the end of the other one should be
-noticed first, because it is the reason."""
+"""Seconds until a rank that cannot reach another one ends itself, if it has not been ended by then. The main process should notice the end
+of the other rank first, because that is the cause."""
 _NUMBER = torch.float32
 
 
 _stores: list[Any] = []
-"""Stores live as long as the process: the first rank's serves the others."""
+"""Keeps stores alive as long as the process: the first rank's serves the others."""
 
 
 def begin(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
-    """Meet the other ranks at a port. `listening` is the descriptor of the first rank's socket, which listens there already."""
+    """Join the process group at host and port. `listening` is the descriptor of the first rank's socket, which already listens there."""
     first: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
     store = dist.TCPStore(host, port, count, listening is not None, RENDEZVOUS_TIMEOUT, **first)
     _stores.append(store)
@@ -46,12 +46,12 @@ def begin(rank: int, count: int, host: str, port: int, device: str, listening: i
 
 
 def tell(name: str, value: str) -> None:
-    """Tell the ranks that torchrun has started, in its own store; see `heard`."""
+    """Publish a value in torchrun's store for the ranks that it has started; they read it with `heard`."""
     _launchers_store().set(name, value)
 
 
 def heard(name: str) -> str:
-    """The value that the first rank tells, once it does. Raises WorkerLostError if it does not."""
+    """Wait for the value that the first rank publishes with `tell`. Raises WorkerLostError if none arrives in time."""
     try:
         return _launchers_store().get(name).decode()
     except dist.DistError as error:
@@ -70,17 +70,17 @@ def _launchers_store() -> Any:
 
 
 class Collective:
-    """A `groupwise.engine.learner.replicas.Summed` over the ranks that have met."""
+    """A `groupwise.engine.learner.replicas.Summed` over the ranks of the process group."""
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
     def join(self, rank: int) -> None:
-        """Does nothing, because the ranks have met already."""
+        """Do nothing, because `begin` has joined the ranks."""
 
     def leave(self) -> None:
-        """Does nothing, because no process was forked."""
+        """Do nothing, because no process was forked."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
@@ -99,7 +99,7 @@ class Collective:
                 raise
             sys.stderr.write(f"another learner cannot be reached: {error}\n")
             sys.stderr.flush()
-            timer = threading.Timer(GRACE, os._exit, (1,))  # this process ends soon, too
+            timer = threading.Timer(GRACE, os._exit, (1,))  # end this process as well
             timer.daemon = True
             timer.start()
             raise ConnectionAbortedError("another rank cannot be reached") from error

@@ -85,7 +85,7 @@ class OptimisationConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
-        """A config with epochs need not write `max_steps: null` beside them."""
+        """Let a config with epochs omit `max_steps: null`."""
         if not isinstance(given, dict):
             return given
         keys = cast("dict[str, Any]", given)
@@ -94,7 +94,7 @@ class OptimisationConfig(Strict):
         return {**keys, "max_steps": None}
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Conflicts between two keys that say the same in different words, if both or neither are given."""
+        """Yield a conflict for two keys with the same meaning if both or neither are set."""
         if self.max_steps is not None and self.num_train_epochs is not None:
             yield Conflict(
                 f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; "
@@ -146,11 +146,11 @@ class TrainingConfig(OptimisationConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser calls of a step in which every group teaches."""
+        """Optimiser calls in a step in which every group is trained."""
         return self.num_iterations * self.minibatches
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Those of every training, more updates than groups, and a freedom that there is not."""
+        """Also yield more updates than groups, and the schedule `free` without a lag."""
         yield from super().conflicts()
         if self.minibatches > self.prompts_per_step:
             yield Conflict(

@@ -1,5 +1,5 @@
-"""Engines compute rows for a learner: plain matrices if the model is of a known family (`groupwise.engine.learner.native.engine`), else
-transformers' modules, with torch's graph for the gradient: for any model, adapter or all weights, with dropout.
+"""Engines compute rows for a learner. For known model families they use plain matrices (`groupwise.engine.learner.native.engine`),
+otherwise transformers' modules with autograd, which supports any model, adapters or all weights, and dropout.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 
 Compute = Callable[[Any, ForwardOutputs], Forward]
-"""Log-probabilities and entropies of a micro-batch that the same engine has cut."""
+"""Computes log-probabilities and entropies of a micro-batch that the same engine has cut."""
 
 
 class Engine(Protocol):
-    """Forward passes of rows, with a gradient if torch's gradients are on."""
+    """Computes forward passes of rows, with a gradient if torch's gradients are enabled."""
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
-        """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
+        """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
         ...
 
     def acting(self, role: PolicyRole, *, gradient: bool) -> AbstractContextManager[Compute]:
-        """Compute as this policy; a backward pass must end while it is open."""
+        """Context manager for computing as this policy; a backward pass must end inside it."""
         ...
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """Follows the last row of a step: learners that hold parts of one model keep in step here with those that have more rows."""
+        """Called after the last row of a step. Learners that hold parts of one model make the passes here that others still need."""
         ...
 
 
@@ -86,7 +86,7 @@ class TransformersEngine:
             else self._weights.acting(dropout=gradient and self._weights.dropout > 0)
         )
         with acting:
-            # Layers that can be checkpointed are only in training mode with a gradient; everything else stays in evaluation mode.
+            # Only layers that can be checkpointed are in training mode, and only with a gradient; all else stays in evaluation mode.
             layers = self._layers if gradient else []
             for layer in layers:
                 layer.training = True  # not `train()`, which would turn on the dropout inside
@@ -100,11 +100,11 @@ class TransformersEngine:
         """See `Engine.keep_step`."""
 
     def _paths(self, *, gradient: bool) -> Paths:
-        """Without a gradient nothing is recomputed, so that prompts can be shared whenever they may be."""
+        """Without a gradient nothing is recomputed, so prompts can be shared even with gradient checkpointing."""
         return self.paths if gradient else replace(self.paths, sharing=self._sharing)
 
     def reference(self) -> Decoder:
-        """The model that the reference computes with."""
+        """The decoder of the reference policy."""
         if self._weights.reference_model is self._decoder.model:
             return self._decoder
         if self._reference_decoder is None:

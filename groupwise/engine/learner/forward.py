@@ -1,9 +1,10 @@
-"""Log-probabilities of the completions of a micro-batch, three ways that agree.
+"""Log-probabilities of the completions of a micro-batch, computed in one of three ways that agree.
 
-`shared_prompt` computes the prompt once and lets every completion look at its keys and values, gradients included. `packed_rows`
-computes rows of any prompts behind each other, each with positions of its own and blind to the others. `whole_rows` is the plain
-reference: prompt and completion as one padded row each. `Paths` says which of them a learner takes: shared prompts need a cache,
-which gradient checkpointing cannot recompute, and packing needs a model in which a row's neighbours really have no effect.
+`shared_prompt` computes the prompt once, and every completion attends to its keys and values; gradients flow back through them.
+`packed_rows` computes rows of any prompts one after another in a sequence, each with its own positions and without attention to the others.
+`whole_rows` is the plain reference: each row is prompt and completion, padded. `Paths` selects the ways that a learner uses: sharing
+prompts needs a cache, which gradient checkpointing cannot recompute, and packing needs a model in which the other rows of a sequence have
+no effect on a row.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Numbers per completion token, padded on the right; they are 0 for padding and for tokens that were not asked about."""
+    """Numbers per completion token, padded on the right; they are 0 for padding and for tokens that were not requested."""
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
     right_BT: Tensor | None = None
-    """True if the token is the likeliest one; None if not asked for."""
+    """True where the token is the most likely one; None if not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutputs:
-    """Outputs of a forward pass beside log-probabilities and entropies, which cost more, and the tokens they are wanted for."""
+    """Optional outputs of a forward pass, which cost extra, and the tokens to compute."""
 
     entropy_gradient: bool = False
     """Entropies with a gradient: another pass over the logits."""
     accuracy: bool = False
-    """True for tokens that are the likeliest ones: a search through the logits."""
+    """Mark tokens that are the most likely ones: a search through the logits."""
     trained_only: bool = False
-    """Leaves out tokens outside of their row's mask: no loss looks at them, and logits cost a good part of a token."""
+    """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
 
 
 PLAIN = ForwardOutputs()
@@ -51,16 +52,16 @@ PLAIN = ForwardOutputs()
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The ways of computing rows that a learner may take."""
+    """The ways of computing rows that a learner uses."""
 
     packing: bool
-    """Rows of different prompts behind each other in one sequence."""
+    """Rows of different prompts are computed one after another in one sequence."""
     sharing: bool
-    """One computation of a prompt for all its completions."""
+    """A prompt is computed once for all its completions."""
     wanted: ForwardOutputs = PLAIN
 
     def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
-        """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
+        """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
         return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
 
     def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> Forward:
@@ -72,7 +73,7 @@ class Paths:
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
-    """The ways that this model may take; packing is left out, with a warning, if rows would disturb each other."""
+    """The ways that this model allows. Packing is disabled, with a warning, if rows in one sequence would affect each other."""
     exact = packing and packing_is_exact(decoder)
     if packing and not exact:
         logger.warning(
@@ -84,7 +85,7 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
 
 
 def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
-    """The prompt once, then all its completions beside each other."""
+    """Compute the prompt once, then all its completions as a batch."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
     length = prompt_1P.shape[1]
@@ -103,7 +104,7 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs =
 
 
 def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
-    """Each row by itself, prompt included."""
+    """Compute each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
     rows, width = ids_BT.shape
@@ -117,7 +118,7 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PL
 
 
 def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
-    """Compute rows behind each other: positions start at 0 in each, and none sees another."""
+    """Compute rows one after another in sequences: positions start at 0 in each row, and no row attends to another."""
     device = decoder.device
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
     positions_SL = torch.zeros(batch.shape, dtype=torch.long)
@@ -141,16 +142,16 @@ def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = 
 
 
 def blocks(owners_SL: Tensor) -> Tensor:
-    """[S, L, L]: a token sees itself and the earlier ones of the same owner."""
+    """Attention mask [S, L, L]: a token sees itself and the earlier tokens of the same owner (row)."""
     length = owners_SL.shape[1]
     same_SLL = owners_SL[:, :, None] == owners_SL[:, None, :]
     return same_SLL & causal_mask(length, 0, owners_SL.device)
 
 
 def packing_is_exact(decoder: Decoder) -> bool:
-    """True if rows in one sequence leave each other alone in this model; tested on two short ones.
+    """True if rows in one sequence do not affect each other in this model; tested on two short rows.
 
-    They do if the layers depend on positions and mask alone; a model may have others.
+    That holds if all layers depend only on positions and mask. Recurrent or convolutional layers would break it.
     """
     rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
     both = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
@@ -180,7 +181,7 @@ def _pad(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
 
 
 def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """Mask [B, T] of places with a token."""
+    """Mask [B, T] of the places that hold a token."""
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
 
@@ -188,7 +189,7 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
 def _at_tokens(
     decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, outputs: ForwardOutputs
 ) -> Forward:
-    """Numbers in the padded shape, given the hidden states before each completion token, one row after another."""
+    """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
     queried = asked_of(rows, outputs, hidden_AH.device)
     targets = queried.targets
     found = token_logprobs(
@@ -205,16 +206,16 @@ def _at_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens whose numbers are computed, one row after another, and the numbers wanted of them."""
+    """Tokens to compute numbers for, of all rows one after another, and the numbers that are wanted."""
 
     ids_N: Tensor
     temperatures_N: Tensor
     withheld_X2: Tensor | None
-    """Pairs of a place in N and an id that could not be drawn there."""
+    """Pairs of an index in N and a token id that could not be drawn there."""
     wanted: ForwardOutputs = PLAIN
 
     def part(self, start: int, end: int) -> Targets:
-        """Those from `start` to `end`, with places counted from there."""
+        """The targets from `start` to `end`, with indices counted from `start`."""
         return Targets(
             self.ids_N[start:end],
             self.temperatures_N[start:end],
@@ -225,16 +226,16 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class QueriedTokens:
-    """The completion tokens of rows that are asked about."""
+    """The completion tokens of rows for which numbers are wanted."""
 
     targets: Targets
     among_A: Tensor
-    """Marks them among all completion tokens, one row after another."""
+    """Mask of these tokens among all completion tokens, one row after another."""
     places_BT: Tensor
-    """Marks them in the padded shape."""
+    """Mask of these tokens in the padded shape."""
 
     def spread(self, found: TokenNumbers) -> Forward:
-        """The numbers of the targets in the padded shape."""
+        """The numbers of the targets in the padded shape, 0 elsewhere."""
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
@@ -246,10 +247,10 @@ class QueriedTokens:
 
 
 def asked_of(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device) -> QueriedTokens:
-    """The tokens of the rows that are asked about, and what is asked."""
+    """The completion tokens for which `outputs` wants numbers."""
     real_BT = _real(rows, device)
     places_BT = _pad([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
-    if not places_BT.any():  # a gradient of 0 must come from somewhere
+    if not places_BT.any():  # backward needs some token, even if the gradient is 0
         places_BT = real_BT
     among_A = places_BT[real_BT]
     temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
@@ -263,7 +264,7 @@ def asked_of(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device)
 
 
 def _withheld_pairs(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
-    """[X, 2]: pairs of the index of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
+    """Pairs [X, 2] of the index of a wanted token, counted over all rows, and a token id that could not be drawn there."""
     if not any(row.withheld for row in rows):
         return None
     starts = accumulate((len(row.completion_ids) for row in rows), initial=0)

@@ -1,15 +1,15 @@
 """Weights divided among learners (FSDP2), for models that do not fit on one GPU.
 
-Each learner holds a part of every weight of the base. A layer's are gathered when it computes, forwards and again backwards, and freed
-afterwards; embedding and head are gathered for a whole pass. If all weights are trained, gradients, moments and updates are divided
-likewise; an adapter is small, and whole in every learner.
+Each learner holds a part of every weight of the base. A layer's weights are gathered when it computes, in the forward and again in the
+backward pass, and freed afterwards; embedding and head are gathered for a whole pass. If all weights are trained, gradients, moments and
+updates are divided in the same way; an adapter is small, and every learner has all of it.
 
-All learners gather at the same time, so all make as many passes: those with fewer micro-batches make empty ones. Between two passes each
-computes by itself. Gradients are sums over all learners, never means (`groupwise.engine.learner.collective`). Files hold whole
-tensors: the first learner writes them, and the others lend it their parts.
+All learners gather at the same time, so all make equally many passes: those with fewer micro-batches make empty ones. Between two passes
+each learner computes independently. Gradients are sums over all learners, never means (`groupwise.engine.learner.collective`). Files hold
+whole tensors: the first learner writes them, and the others contribute their parts.
 
-The model is computed by transformers' modules, a pass by a single call of each: the native engine lays weights out in an order of its
-own, and prompts that are computed once for several completions would need one more call in some learners.
+Transformers' modules compute the model, and a pass is a single call of each. The native engine is not used, because it stores weights in
+its own order; nor are shared prompts, because they would need one more call in some learners.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from groupwise.engine.learner.layout import Batch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"
-"""Name of a divided model's method that makes a pass."""
+"""Name of the method, added to a divided model, that makes a pass."""
 _EMPTY = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
-"""Computed by learners that have no rows left."""
+"""Batch for learners that have no rows left."""
 
 Numbers = tuple[Tensor, Tensor, Tensor | None]
-"""The fields of a `Forward` as tensors, because hooks of FSDP look for them in the result of a pass."""
+"""The fields of a `Forward` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
 
 
 class DividedEngine:
-    """A `groupwise.engine.learner.engine.Engine` over a model whose weights it divides among the learners that have met.
+    """A `groupwise.engine.learner.engine.Engine` that divides a model's weights among the learners of the process group.
 
     All learners create it at the same time, and then make the same calls in the same order.
     """
@@ -58,7 +58,7 @@ class DividedEngine:
         packing: bool,
         gradient_checkpointing: bool,
     ) -> None:
-        """`device`: the place for this learner's parts of the model, which may still be elsewhere as a whole."""
+        """`device`: where this learner's parts of the model go; the whole model may still be on another device."""
         self._engine = TransformersEngine(
             weights,
             packing=packing,
@@ -71,12 +71,12 @@ class DividedEngine:
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         policy, *others = weights.models()
         if others:
-            self._engine.reference()  # looks at the model, while it is whole
+            self._engine.reference()  # creates its decoder, which runs the model, while it is whole
         for model in (policy, *others):
             _divide(model, mesh, weights.undivided())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
-        """See `Engine.cut`. The passes that come are counted with those of the others; there may be no rows."""
+        """See `Engine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""
         batches = self._engine.cut(rows, max_tokens, gradient=gradient) if rows else []
         most = torch.tensor(len(batches), device=self._weights.model.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -95,7 +95,7 @@ class DividedEngine:
             yield gathered
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """Make as many passes as the learners with more rows, without effect."""
+        """Make as many empty passes as needed to match the learners with more rows."""
         for _ in range(self._left):
             with self.acting(role, gradient=gradient) as compute:
                 found = compute(_EMPTY, ForwardOutputs())
@@ -105,7 +105,7 @@ class DividedEngine:
 
 
 class Divided(Collective):
-    """Like `Collective`, but gradients of divided weights have been added up on their way to their parts."""
+    """Like `Collective`, but FSDP has already summed the gradients of divided weights in the backward pass."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
@@ -115,7 +115,7 @@ class Divided(Collective):
 
 
 def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Parameter]) -> None:
-    """Leave this learner its part of each weight, except those that stay `whole`, which move to its device."""
+    """Keep only this learner's part of each weight, except those that stay `whole`, which move to its device."""
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
@@ -125,7 +125,7 @@ def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Paramet
     for each in whole:
         each.data = each.data.to(mesh.device_type)
     ignored = set(whole)
-    for layer in reversed(layers):  # the inner ones before those around them
+    for layer in reversed(layers):  # inner layers before those that contain them
         fully_shard(layer, mesh=mesh, ignored_params=ignored)
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
     for module in model.modules():

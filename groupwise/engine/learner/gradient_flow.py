@@ -1,6 +1,6 @@
-"""How much of a small step reaches the outputs of an adapter's layers, in the very products that learner and sampler compute.
+"""Measures how much of a small update reaches the outputs of an adapter's layers, in the same products that learner and sampler compute.
 
-Nothing is changed: the adapter of a module is put back as it was, bit for bit.
+The measurement changes nothing: a module's adapter is restored bit for bit.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from groupwise.engine.models.native.linear import Factors, Part
 from groupwise.engine.models.native.weights import NativeModel
 
 TOKENS = 1024
-"""Random inputs of a layer. This many give the slope to about 1 %, except for small steps of layers with large outputs in bfloat16: there
-rounding adds noise of 30 %, which must not be mistaken for a change that does not act."""
+"""Random inputs of a layer. This many give the slope to about 1 %, except for small updates of layers with large outputs in bfloat16: there
+rounding adds noise of 30 %, which must not be mistaken for a change without effect."""
 
 Compute = Callable[[Tensor, Factors], Tensor]
-"""A layer's output [N, O], without the rest of its product, for inputs [N, I] and an adapter of these factors."""
+"""A layer's output [N, O], without the rest of its product, for inputs [N, I] and an adapter with these factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Regression of the realised on the exact change of a layer's output: 1 if the change acts in full."""
+    """Regression of the realised change of a layer's output on the exact one: 1 if the change takes full effect."""
 
     layer: str
     value: float
     error: float
-    """Standard deviation of the value, by chance."""
+    """Standard error of the value, from the random inputs."""
 
 
 def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]:
-    """After an AdamW step every entry of B has moved by the learning rate: how much of that reaches the outputs?
+    """How much of an AdamW update, which moves every entry of B by the learning rate, reaches the outputs.
 
-    One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. If
-    sampler and learner compute it in several ways, the least slope is returned. None if all weights are trained.
+    One layer of each kind (`q_proj`, `down_proj` …) is measured, in the number format of its base, with inputs of unit variance. If
+    sampler and learner compute it in different ways, the lowest slope is returned. The list is empty if all weights are trained.
     """
     if not isinstance(weights, TrainedAdapter):
         return []
@@ -69,20 +69,20 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
 
 
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
-    """Slope of the change that `compute` makes from one adapter of a layer to another, on the exact change (float64)."""
+    """Slope of the change that `compute` shows between two adapters of a layer, on the exact change (float64)."""
     return slope_of(*_measure_changes(compute, inputs_NI, before, after))
 
 
 def _measure_changes(
     compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors
 ) -> tuple[Tensor, Tensor]:
-    """The realised one and the exact one, [N, O]."""
+    """The realised and the exact change of the output, [N, O]."""
     exact_NO = _adapter_output(inputs_NI, after) - _adapter_output(inputs_NI, before)
     return compute(inputs_NI, after).double() - compute(inputs_NI, before), exact_NO
 
 
 def slope_of(realised: Tensor, exact: Tensor) -> float:
-    """Slope of one change on another, through 0: 1 if it acts in full. `exact` is float64."""
+    """Slope of one change on another, through 0: 1 if it takes full effect. `exact` is float64."""
     return float((realised * exact).sum() / (exact * exact).sum())
 
 
@@ -94,7 +94,7 @@ def error_of(realised_NO: Tensor, exact_NO: Tensor) -> float:
 
 
 def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
-    """How the native sampler and learner compute a layer."""
+    """The ways in which the native sampler and learner compute a layer, by name."""
     linear, part = next(
         (linear, part) for linear in native.products for part in linear.parts if part.path == path
     )
@@ -116,7 +116,7 @@ def _adapter_output(inputs_NI: Tensor, factors: Factors) -> Tensor:
 
 
 def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Factors) -> Tensor:
-    """The layer's output as a transformers model computes it, with these factors as its adapter."""
+    """The layer's output as its transformers module computes it, with these factors as its adapter."""
     _, up = layer.factors(name)
     kept = up.clone()
     try:

@@ -1,12 +1,12 @@
 """Starts the processes of one machine of several: `python -m groupwise.engine.learner.launch_node --processes N -- COMMAND…`.
 
-The command line is the same on each machine. torchrun starts COMMAND so many times here, and gives each process its rank among all. The
-launcher that placed the job says in the environment where the machines meet (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT,
-GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do. Slurm begins a job on its first machine alone: there this program has srun
-begin it on all of them, and they meet at the first one. On Ray, which holds the machines (`jobs/hosts/ray_gang.py`), it writes down what
-the others should begin, and repeats their output.
+The command line is the same on each machine. torchrun starts COMMAND N times on this machine, and gives each process its rank among all.
+The launcher that placed the job sets the rendezvous address in the environment (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT,
+GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do. Slurm starts a job only on its first machine. This program then has srun
+start it on all of them, and they meet at the first one. On Ray, which allocates the machines (`jobs/hosts/ray_gang.py`), it writes a file
+with the command for the other machines, and prints their output.
 
-Exit code: that of the first process that failed; 75 if one was killed, because the same command continues when it is begun again.
+Exit code: that of the first process that failed; 75 if a process was killed, because the same command resumes when it is started again.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret, por
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
-"""Environment variable that names the file which tells tasks of srun to end."""
+"""Environment variable with the path of the file that signals srun's tasks to end; it is set only in these tasks."""
 TERM_FILE = ".groupwise-told"
 """Name of that file, in the working folder, which all nodes share."""
 RENDEZVOUS_TIMEOUT = 1800
-"""Seconds that the first machine waits for the others: their environments may have to be made."""
+"""Seconds that the first machine waits for the others: they may first have to install their environments."""
 SAVING = 50
-"""Seconds that processes have after TERM; the launcher that placed the job kills after 60."""
+"""Seconds that processes have after TERM to save; the launcher that placed the job kills them after 60."""
 OTHERS_PATIENCE = 60
-"""Seconds that srun leaves the machines after the first of them has ended."""
+"""Seconds that srun gives the other machines after the first of them has ended."""
 NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
-"""Names of environment variables, the same as in `jobs/hosts/ray_gang.py`."""
+"""Environment variables: number of machines, host of the first one, file with the command for the others. `jobs/hosts/ray_gang.py` uses
+the same names."""
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at the output of other machines."""
+"""Seconds between two reads of other machines' output, or of the file that signals the end."""
 EX_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """This machine's place among all."""
+    """This machine's rank among all, and the rendezvous address."""
 
     rank: int
     count: int
     host: str
     port: int
     name: str
-    """Name of this attempt of the job."""
+    """Name of this attempt of the job; the rendezvous id of torchrun."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Do this machine's part; never returns."""
+    """Start this machine's processes, or those of all machines; never returns."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.engine.learner.launch_node")
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
@@ -82,13 +83,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def begin_on_all(count: int, arguments: Sequence[str]) -> int:
-    """Have srun begin this program once on each node. Returns its exit code.
+    """Run this program once on each node, by srun. Returns its exit code.
 
-    TERM would make srun kill all tasks at once, so it is kept from srun, and passed to the tasks in a file instead.
+    TERM would make srun kill all tasks at once. So srun runs in its own session, and this process passes TERM to the tasks in a file.
     """
     own = [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments]
     step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
-    if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
+    if cores := os.environ.get(CORES):  # srun does not inherit it from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
     term_file = Path(TERM_FILE).absolute()
@@ -108,9 +109,9 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
 
 
 def end_when_told(path: Path) -> None:
-    """Send this process TERM once the file has content. It exists from the start: on a network's disk, a new one may be seen late."""
+    """Send this process TERM once the file has content. The file exists from the start: network disks may show a new one late."""
     while True:
-        with suppress(OSError):  # of a network's disk; it may answer the next time
+        with suppress(OSError):  # of a network disk; the next read may succeed
             if path.read_text():
                 break
         time.sleep(LOOK_SECONDS)
@@ -118,7 +119,7 @@ def end_when_told(path: Path) -> None:
 
 
 def write_secret() -> str:
-    """Make a secret for all machines of this job, which share the working folder. Returns the path of its file."""
+    """Generate a secret for all machines of this job, which share the working folder. Returns the path of its file."""
     path = os.path.abspath(KEY)
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -130,7 +131,7 @@ def write_secret() -> str:
 def begin_on_ray(
     environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
 ) -> int:
-    """Be the first of the machines that Ray holds. Returns the exit code."""
+    """Act as the first of the machines that Ray allocated: write the command for the others, and run here. Returns the exit code."""
     count, path = int(environment[NODES]), Path(environment[ORDER])
     variables = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
     os.environ[KEY_FILE] = variables[KEY_FILE] = write_secret()
@@ -141,7 +142,7 @@ def begin_on_ray(
     }
     others = OutputRepeater([Path(f"{path}.{rank}.log") for rank in range(1, count)])
     try:
-        # Written in one step, and readable by this user alone.
+        # Renamed into place, so no other machine reads half a file; readable by this user alone.
         new = path.with_name(f"{path.name}.new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(json.dumps(order).encode())
@@ -155,17 +156,17 @@ def begin_on_ray(
 
 
 class OutputRepeater:
-    """Prints here, as it comes, what other machines write to files that they share with this one."""
+    """Prints the output that other machines write to shared files, as it arrives."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._printed = dict.fromkeys(paths, 0)
-        """Bytes of each that have been printed."""
+        """Bytes of each file that have been printed."""
         self._over = Event()
         self._thread = Thread(target=self._follow, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Print what is left, then stop."""
+        """Print the remaining output, then stop."""
         self._over.set()
         self._thread.join()
 
@@ -174,7 +175,7 @@ class OutputRepeater:
             over = self._over.wait(LOOK_SECONDS)
             for path, offset in self._printed.items():
                 data = b""
-                with suppress(OSError), path.open("rb") as file:  # it may not be there yet
+                with suppress(OSError), path.open("rb") as file:  # it may not exist yet
                     file.seek(offset)
                     data = file.read()
                 self._printed[path] = offset + len(data)
@@ -185,7 +186,7 @@ class OutputRepeater:
 
 
 def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
-    """This machine's place as the environment gives it; None if it gives none."""
+    """This machine's rank and the rendezvous address from the environment; None if it has none."""
     if BEGUN_BY_SRUN in environment:
         name = environment.get("GROUPWISE_ATTEMPT") or f"slurm.{environment['SLURM_JOB_ID']}"
         return Meeting(
@@ -204,7 +205,7 @@ def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
 
 
 def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
-    """Start the command by torchrun, and wait until it has ended here. Returns its exit code."""
+    """Start the command by torchrun, and wait until it has ended on this machine. Returns its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args

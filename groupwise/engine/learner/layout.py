@@ -1,9 +1,9 @@
-"""Lays rows out for the learner: cuts them into micro-batches by a budget of tokens, in the layout that computes least.
+"""Lays rows out for the learner: divides them into micro-batches by a budget of tokens, in the layout that computes least.
 
-Two layouts. A `MicroBatch` is one prompt and some of its completions: the prompt's tokens are computed once for all of them, so a
-group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows
-of any prompts, several behind each other in one sequence, each of which sees itself alone: there a row costs its own length and
-next to no padding. Only `cut` chooses between them; the caller decides if packing is allowed at all.
+There are two layouts. A `MicroBatch` is one prompt and some of its completions. The prompt's tokens are computed once for all of them, so
+a group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows of
+any prompts, several one after another in one sequence; each attends only to itself. A row then costs its own length and almost no padding.
+Only `cut` chooses between them; the caller decides whether packing is allowed at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MicroBatch:
     prompt_ids: tuple[int, ...]
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Index of each row in the sequence that was cut up."""
+    """Index of each row in the list that was divided."""
 
     @property
     def width(self) -> int:
@@ -41,11 +41,11 @@ class PackedBatch:
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Index of each row in the sequence that was cut up."""
+    """Index of each row in the list that was divided."""
     places: tuple[tuple[int, int], ...]
-    """The sequence that each row is in, and the place of its first token there."""
+    """For each row the index of its sequence, and the index of its first token there."""
     shape: tuple[int, int]
-    """Sequences, and the length of each in tokens."""
+    """Number of sequences, and the length of each in tokens."""
 
     @property
     def width(self) -> int:
@@ -59,14 +59,14 @@ class PackedBatch:
 
 
 class Batch(Protocol):
-    """Rows that are computed together, whatever their layout."""
+    """Rows that are computed together, in any layout."""
 
     @property
     def rows(self) -> tuple[Row, ...]: ...
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Index of each row in the sequence that was cut up."""
+        """Index of each row in the list that was divided."""
         ...
 
     @property
@@ -83,9 +83,9 @@ def widest(rows: Sequence[Row]) -> int:
 def cut(
     rows: Sequence[Row], max_tokens: int, *, packing: bool, prompt_shared: bool = True
 ) -> list[MicroBatch | PackedBatch]:
-    """Micro-batches of all rows. With `packing`, prompts whose rows cost less packed than shared are packed together.
+    """Divide all rows into micro-batches. With `packing`, prompts whose rows cost less packed than shared are packed together.
 
-    If the forward pass cannot share prompts, packing takes all rows.
+    If the forward pass cannot share prompts, all rows are packed.
     """
     if not packing:
         return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
@@ -106,7 +106,7 @@ def cut(
 
 
 def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
-    """Indices of the rows of each prompt, in the order of their first."""
+    """Indices of the rows of each prompt; prompts are in the order of their first row."""
     found: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
         found.setdefault(row.prompt_ids, []).append(index)
@@ -116,10 +116,10 @@ def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
 def microbatches(
     rows: Sequence[Row], max_tokens: int, *, prompt_shared: bool = True
 ) -> list[MicroBatch]:
-    """Cut rows up so that each micro-batch has at most `max_tokens` tokens, or a single row that is longer.
+    """Divide rows so that each micro-batch has at most `max_tokens` tokens, or is a single longer row.
 
-    If the forward pass cannot share the prompt, each row costs its own. Prompts keep the order of their first row; within
-    one, longer completions come first, which wastes least padding.
+    If the forward pass cannot share the prompt, each row costs its own copy. Prompts keep the order of their first row; within a prompt,
+    longer completions come first, which needs the least padding.
     """
     batches: list[MicroBatch] = []
     for prompt_ids, members in by_prompt(rows).items():
@@ -136,10 +136,10 @@ def microbatches(
 
 
 def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
-    """Pack rows into sequences as long as the longest of them, as many beside each other as the budget allows.
+    """Pack rows into sequences as long as the longest row, with as many sequences in a batch as the budget allows.
 
-    Longer rows come first, each into the first sequence with room (first fit, decreasing). Sequences grow no longer than a single row
-    needs, because attention costs the square of their length.
+    Longer rows come first, each into the first sequence with room (first-fit decreasing). Sequences are no longer than a single row needs,
+    because the cost of attention is quadratic in their length.
     """
     left = sorted(range(len(rows)), key=lambda index: -_length(rows[index]))
     batches: list[PackedBatch] = []
@@ -172,7 +172,7 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
 
 
 def _length(row: Row) -> int:
-    """Tokens that the forward pass needs: nothing follows the last one."""
+    """Tokens that the forward pass computes for a row: the last token is never an input."""
     return max(1, len(row.prompt_ids) + len(row.completion_ids) - 1)
 
 

@@ -1,9 +1,9 @@
-"""Adds up the gradients of one run's learners in several processes of this machine, in memory that all of them share.
+"""Adds up the gradients of one run's learners in several processes of this machine, in shared memory.
 
-The processes are forks of one that had made the learner and its `Replicas`. Each computes the gradient of its own rows and writes it
-into its place in the shared memory; when all have, each adds up all places in the same order. So all have the same sum to the bit and make
-the same update of their own, and the weights, which are never sent, stay equal. They wait for each other on sockets, which close
-when a process ends, and use no time while they wait.
+The processes are forks of one that had made the learner and its `Replicas`. Each computes the gradient of its own rows and writes it into
+its place in the shared memory. When all have, each adds up all places in the same order. So all have the same sum to the bit and make the
+same update, and the weights, which are never sent, stay equal. They wait for each other on sockets: these close when a process ends, and
+waiting on them uses no CPU time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBER = torch.float32
 
 
 class Summed(Protocol):
-    """Learners that train the same parameters, given in the same order by all; see `Replicas`."""
+    """Adds up the gradients of learners that train the same parameters, given in the same order by all; see `Replicas`."""
 
     @property
     def rank(self) -> int: ...
@@ -40,7 +40,7 @@ class Replicas:
         sizes = [parameter.numel() for parameter in parameters]
         self.rank = 0
         self._sizes = sizes
-        # Anonymous, so that the limits of /dev/shm in containers do not concern it; it takes no room before it is used.
+        # An anonymous mapping is not subject to containers' limits on /dev/shm; it takes no memory before it is written.
         memory = mmap.mmap(-1, max(1, count * (sum(sizes) + len(sizes))) * _NUMBER.itemsize)
         places = torch.frombuffer(memory, dtype=_NUMBER)[: count * (sum(sizes) + len(sizes))]
         places_CX = places.view(count, -1)
@@ -49,18 +49,18 @@ class Replicas:
         self._meeting = _Meeting(count)
 
     def join(self, rank: int) -> None:
-        """Take a place, once in each process after the fork."""
+        """Take a place; called once in each process after the fork."""
         self.rank = rank
         self._meeting.join(rank)
 
     def leave(self) -> None:
-        """Give up all places, in the process that was forked: its open sockets would hide the end of a fork from the others."""
+        """Close the sockets of all places in the parent process: kept open, they would hide the end of a fork from the other forks."""
         self._meeting.leave()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give each parameter the sum of its gradients in all replicas; None if none has one.
+        """Set each parameter's gradient to the sum over all replicas; None if no replica has one.
 
-        Waits until all have called it. Raises ConnectionAbortedError if another process is gone.
+        Waits until all have called it. Raises ConnectionAbortedError if another process has ended.
         """
         own = self._gradients_CN[self.rank].split(self._sizes)
         for place, parameter in zip(own, parameters, strict=True):
@@ -75,14 +75,14 @@ class Replicas:
         for other_N in self._gradients_CN[1:]:
             total_N += other_N
         present_P = self._present_CP.amax(0).tolist()
-        self._meeting.wait()  # all have read, so that the places may be written again
+        self._meeting.wait()  # all have read, so the places may be overwritten
         parts = total_N.split(self._sizes)
         for parameter, present, part in zip(parameters, present_P, parts, strict=True):
             parameter.grad = part.view_as(parameter) if present else None
 
 
 class _Meeting:
-    """A barrier that no process passes before all have reached it: the first hears from the others, and then tells them."""
+    """A barrier that no process passes before all have reached it. The first hears from the others, and then answers each."""
 
     def __init__(self, count: int) -> None:
         self._pairs = [socket.socketpair() for _ in range(count - 1)]
@@ -90,7 +90,7 @@ class _Meeting:
         self._others: list[socket.socket] = []
 
     def join(self, rank: int) -> None:
-        """Keep this process's ends, so that the end of another one is noticed."""
+        """Keep only this process's ends of the sockets, so that the end of another process is noticed."""
         self._first = rank == 0
         for number, (hub, spoke) in enumerate(self._pairs, start=1):
             kept = hub if self._first else spoke if number == rank else None
@@ -101,13 +101,13 @@ class _Meeting:
                     end.close()
 
     def leave(self) -> None:
-        """Take no part in the barrier in this process."""
+        """Close all sockets; this process takes no part in the barrier."""
         for ends in self._pairs:
             for end in ends:
                 end.close()
 
     def wait(self) -> None:
-        """Return when all have called it."""
+        """Return when all processes have called it."""
         steps = (self._hear, self._tell) if self._first else (self._tell, self._hear)
         try:
             for step in steps:

@@ -1,4 +1,4 @@
-"""Computes the learning rate as a function of the step alone, so that a resume needs no state for it; free of torch."""
+"""Computes the learning rate from the step alone, so that a resume needs no state for it; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # Tunix's worker imports this file, and needs no config
 
 
 def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> float:
-    """The rate of step `step` (from 0): warm-up to the peak, then constant, or down towards 0 after the last step."""
+    """The learning rate of step `step` (from 0): warm-up to the peak, then constant, or falling towards 0 after the last step."""
     warmup = config.warmup_steps or round(config.warmup_ratio * max_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
@@ -26,7 +26,7 @@ def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> floa
 
 
 def too_fast(params: OptimiserParams) -> NonFiniteError:
-    """The error for a rate that was too high: a step made weights that are not finite."""
+    """The error for a learning rate that was too high: an update made weights NaN or infinite."""
     return NonFiniteError(
         f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
         "stands. Lower training.learning_rate."

@@ -1,10 +1,10 @@
 """The default learner: forward, backward and AdamW in this process.
 
-It knows nothing of algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
-micro-batches, each adds its share of the gradient, and `update` applies the sum. Because losses are sums and the denominators
-are given, the gradient does not depend on the cuts. Factors or weights, gradients and optimiser state are float32.
+It is independent of algorithms. Rows come with weights and denominators that were computed for the whole step. They are divided into
+micro-batches, each adds its share of the gradient, and `update` applies the sum. Because losses are sums and the denominators are given,
+the gradient does not depend on that division. Factors or weights, gradients and optimiser state are float32.
 
-A learner holds one adapter over a base that others may share, or all weights of a model of its own.
+A learner trains one adapter over a base that others may share, or all weights of its own model.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class TorchLearner:
         divide_on: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`keep_publications`: number of the last publications that keep their files.
+        """`keep_publications`: how many of the latest publications keep their files.
 
-        `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
-        Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
-        `engine`: computes the rows, if these weights have an engine of their own; the arguments that configure one do not apply to it.
-        `divide_on`: weights are divided among the replicas, and this learner's part is on that device; see `groupwise.engine.learner.fsdp`.
+        `replicas`: the learners in other processes that compute the gradients of other rows for the same update.
+        `native`: if False, transformers computes every model; this is the reference for the native engine.
+        `engine`: computes the rows, if these weights need a special engine; the arguments that configure an engine do not apply to it.
+        `divide_on`: device of this learner's part if weights are divided among the replicas; see `groupwise.engine.learner.fsdp`.
         """
         self._weights = weights
         self._run = run
@@ -96,7 +96,7 @@ class TorchLearner:
         self._updates = 0
         self._replicas = replicas
         self._trained: tuple[Sequence[Row], list[tuple[Batch, Tensor]]] = ((), [])
-        """Rows of the last `forward_backward`, and the log-probabilities that it found, by micro-batch."""
+        """Rows of the last `forward_backward`, and the log-probabilities [B, T] that it computed, by micro-batch."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -105,7 +105,7 @@ class TorchLearner:
         found = from_spec(loss)
         sums: dict[str, float] = {}
         if self._dropout:
-            # Hashed, because torch's generator looks at the lower 32 bits alone.
+            # Hashed, because torch's generator uses only the lower 32 bits.
             rank = f" {self._replicas.rank}" if self._replicas is not None else ""
             text = f"dropout {self._seed} {self._updates}{rank}"
             digest = hashlib.sha256(text.encode()).digest()
@@ -119,10 +119,10 @@ class TorchLearner:
             result, logprobs_BT = self._backward(batch, outputs, found, denominators)
             _add(sums, result)
             seen.append((batch, logprobs_BT))
-            if not self._divided:  # else all do the same in the same order, and nothing between
+            if not self._divided:  # divided learners must stay in the same order
                 device = self._weights.model.device
                 devices = [] if device.type == "cpu" else [device]
-                # Others in this process draw random numbers meanwhile; afterwards dropout continues where it was.
+                # Other learners in this process may draw random numbers now; dropout then continues from its own state.
                 with torch.random.fork_rng(devices, enabled=self._dropout):
                     await asyncio.sleep(0)
         self._engine.keep_step("policy", gradient=True)
@@ -133,9 +133,9 @@ class TorchLearner:
         return _by_row(*self._trained)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.core.types.Learner.update`. A gradient that is not finite is left out.
+        """See `groupwise.core.types.Learner.update`. A gradient that is NaN or infinite is not applied.
 
-        Raises `NonFiniteError` if the step itself made weights that are not finite.
+        Raises `NonFiniteError` if the update itself made weights NaN or infinite.
         """
         with memory_explained("updating the weights"):
             if self._replicas is not None:
@@ -152,14 +152,14 @@ class TorchLearner:
 
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
-        # Not to zeros: those would move weights by their momentum, and would not come back with a checkpoint.
+        # Not to zeros: AdamW would still move such weights by their momentum, and a checkpoint could not restore that.
         self._optimiser.zero_grad(set_to_none=True)
         self._trained = ((), [])
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.core.types.Learner.publish`. Old publications are removed.
+        """See `groupwise.core.types.Learner.publish`. Old publications' files are removed.
 
-        Raises `StoreError` if the disk (or memory) that it is written to refuses.
+        Raises `StoreError` if the files cannot be written.
         """
         folder = publications.version_folder(self._publish_folder, version)
         fingerprint = self.fingerprint()
@@ -175,11 +175,11 @@ class TorchLearner:
         )
 
     def fingerprint(self) -> str:
-        """Fingerprint of the weights as they are now; see `groupwise.core.types.Policy.fingerprint`."""
+        """Fingerprint of the current weights; see `groupwise.core.types.Policy.fingerprint`."""
         return fingerprint(Whole(self._parameters))
 
     def attend_publication(self) -> str:
-        """Take part while the first learner publishes; returns the fingerprint."""
+        """Contribute this learner's parts while the first learner publishes; returns the fingerprint."""
         found = self.fingerprint()
         self._weights.lend()
         return found
@@ -201,7 +201,7 @@ class TorchLearner:
     async def measure(
         self, rows: Sequence[Row], loss: LossSpec
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
-        """Return what `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
+        """The sums that `forward_backward` returns, and the log-probabilities of all tokens; computes no gradient."""
         found = from_spec(loss)
         outputs = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
         forwards = self._forwards(rows, outputs=outputs)
@@ -214,7 +214,7 @@ class TorchLearner:
     def _forwards(
         self, rows: Sequence[Row], role: PolicyRole = "policy", outputs: ForwardOutputs = PLAIN
     ) -> list[tuple[Batch, Forward]]:
-        """Every micro-batch with its numbers, without gradient or dropout."""
+        """Every micro-batch with its outputs, computed without gradient and dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
             batches = self._engine.cut(rows, self._max_tokens, gradient=False)
             found = [(batch, compute(batch, outputs)) for batch in batches]
@@ -222,7 +222,7 @@ class TorchLearner:
             return found
 
     def save(self, folder: str) -> None:
-        """See `groupwise.core.types.Learner.save`. OSError if the disk refuses."""
+        """See `groupwise.core.types.Learner.save`. Raises OSError if the files cannot be written."""
         place = Path(folder)
         moments = {**Whole(self._optimiser_tensors())}
         self._weights.save(place)
@@ -230,7 +230,7 @@ class TorchLearner:
         (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
 
     def attend_save(self) -> None:
-        """Take part while the first learner saves."""
+        """Contribute this learner's parts while the first learner saves."""
         Whole(self._optimiser_tensors()).lend()
         self._weights.lend()
 
@@ -253,7 +253,7 @@ class TorchLearner:
         copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
-        """Take weights that were saved or published, and reset the optimiser."""
+        """Load saved or published weights, and reset the optimiser."""
         self._weights.read(Path(folder))
         self.discard()
         self._optimiser.state.clear()
@@ -263,7 +263,7 @@ class TorchLearner:
     def _backward(
         self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
-        """Add the gradient of a micro-batch's loss; returns its sums, and the log-probabilities that they are made of."""
+        """Add the gradient of a micro-batch's loss; returns the loss's sums, and the log-probabilities [B, T]."""
         with self._engine.acting("policy", gradient=True) as compute:
             forward = compute(batch, outputs)
             result = loss.loss(token_batch(batch, forward))
@@ -340,7 +340,7 @@ def _add(sums: dict[str, float], result: LossResult) -> None:
 
 
 def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
-    """A micro-batch and its log-probabilities as the tensors that a loss takes."""
+    """Convert a micro-batch and its log-probabilities to the tensors that a loss takes."""
     device = forward.logprobs_BT.device
 
     def padded(values: list[tuple[float, ...]]) -> Tensor:

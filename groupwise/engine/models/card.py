@@ -1,7 +1,7 @@
-"""Writes the model card: a README.md beside weights that tells their origin, training, results, and how to load them.
+"""Writes the model card: a README.md next to the weights, about their origin, training and results, and how to load them.
 
-It is made from the run's folder alone, by the run itself and by an export long after. Two equal runs have equal cards, so it names no
-times; and it may be published, so it names no path of this machine.
+It is made only from the run's folder, by the run itself or by a later export. Two equal runs have equal cards, so it contains no times; and
+it may be published, so it contains no path of this machine.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
 
 LEFT_OUT = ("callbacks", "run")
-"""Sections of the config that have no effect on the weights: their storage and the callbacks."""
+"""Sections of the config that do not affect the weights."""
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
-"""Packages whose versions a run notes (`packages_used`)."""
+"""Packages whose versions a run records (`packages_used`)."""
 WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
-"""The commands that train, in words."""
+"""The training commands, as phrases for the card."""
 DIGITS = 4
 _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
-"""Looks like a path on this machine."""
+"""Matches strings that look like a path on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsLocation:
-    """The place where a reader of the card finds the files."""
+    """Where a reader of the card finds the files."""
 
     name: str = "."
     """A relative folder, or an id on the hub."""
     revision: str | None = None
     """Revision of a hub id; None means `main`."""
     file: str | None = None
-    """The one file of a model for llama.cpp."""
+    """The single file of a model for llama.cpp (GGUF)."""
 
 
 def model_card(
@@ -55,10 +55,11 @@ def model_card(
     results: Mapping[str, Any] | None = None,
     merged: bool = False,
 ) -> str:
-    """The card of weights that a run had after so many steps.
+    """The card for a run's weights after `steps` steps.
 
-    `results` are those of the run's summary (`held_out`, losses). Without them the card has the evaluations before that step, and those at
-    the step only if the run is finished: until then they may still come, and a card must not depend on when it is written.
+    `results` are those of the run's summary (`held_out`, losses). Without them the card has the evaluations before that step. Those at
+    the step itself are included only if the run is finished: otherwise some may be missing, and a card must not depend on when it is
+    written.
     `merged`: the adapter was added to its base.
     """
     config = read_config(run)
@@ -69,7 +70,7 @@ def model_card(
     base = _base(config, facts)
     adapter = is_adapter(weights) and not merged
     settings = {key: value for key, value in config.items() if key not in LEFT_OUT}
-    if lineage := facts.get("lineage"):  # a copy of weights is named by its policy, not by its path
+    if lineage := facts.get("lineage"):  # name copied weights by their policy, not by their path
         copied = "adapter" if config["model"].get("adapter") else "name"
         settings["model"] = {**config["model"], copied: lineage[-1]["policy"]}
     kind = facts.get("kind", "rl")
@@ -88,7 +89,7 @@ def model_card(
         _training_data(config, facts),
         f"```json\n{json.dumps(_clean(settings), indent=2, ensure_ascii=False)}\n```",
     ]
-    # Packages that the run was trained with may differ from those installed here; runs of earlier versions recorded none.
+    # The run's packages may differ from those installed here; runs of earlier versions recorded none.
     if used := facts.get("packages"):
         versions = [_words(f"{package} {' and '.join(each)}") for package, each in used.items()]
         paragraphs.append(f"Made with {', '.join(versions)}.")
@@ -96,13 +97,13 @@ def model_card(
 
 
 def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Selects the results of a run's summary that belong into its card."""
+    """Select the results of a run's summary that belong in its card."""
     losses = ("eval_loss_first", "eval_loss_last", "eval_loss_best")
     return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
 
 
 def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
-    """Versions of the packages that train a run: those that it had `before`, followed by the installed one if it differs."""
+    """Versions of the packages that train a run: those recorded `before`, then the installed one if it differs."""
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         try:
@@ -114,7 +115,7 @@ def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, li
 
 
 def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """The model that the weights were made from: the policy whose whole weights the run started from, else the configured model."""
+    """The model that the weights were made from: the policy whose full weights the run started from, else the configured model."""
     lineage = facts.get("lineage")
     if lineage and not config["model"].get("adapter"):
         return lineage[-1]["policy"]
@@ -122,7 +123,7 @@ def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 
 def _model_name(name: str) -> str:
-    """A model by its hub id, or by the last part of its path."""
+    """A model's hub id, or the last part of its path."""
     if name in BUNDLED:
         return BUNDLED[name].hub_id
     on_hub = may_be_hub_id(name) and not Path(name).exists()
@@ -153,13 +154,13 @@ def _yaml_header(
 
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
-    """The task, or the dataset if the run says that its task has no other name (`task_facts`)."""
+    """The task, or the dataset if the run recorded one as its task's name (`task_facts`)."""
     dataset = facts.get("dataset")
     return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
 
 
 def _origin(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
-    """The policies that the run started from, nearest first; nothing if it started from the base model alone."""
+    """The policies that the run started from, the latest first; nothing if it started from the base model."""
     adapter = config["model"].get("adapter")
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
         [{"policy": _without_path(adapter)}] if adapter else []
@@ -212,7 +213,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _words(text: str) -> str:
-    """A name in Markdown, with any characters."""
+    """Escape a name for Markdown."""
     return re.sub(r"[\\`*|<>!#\[\]]", r"\\\g<0>", one_line(text))
 
 
@@ -234,7 +235,7 @@ def _number(value: float | None) -> str:
 
 
 def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, adapter: bool) -> str:
-    """Code that runs unchanged if the files and the base can be found under the names that it gives them."""
+    """Example code. It runs unchanged if the files and the base can be found by the names in it."""
     if place.file is not None:
         return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
     here = f", revision={json.dumps(place.revision)}" if place.revision else ""
@@ -273,7 +274,7 @@ def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 
 def _clean(value: Any, key: str = "") -> Any:
-    """A copy without secrets and without local paths."""
+    """A copy without secrets and local paths."""
     if isinstance(value, Mapping):
         return {k: _clean(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -284,5 +285,5 @@ def _clean(value: Any, key: str = "") -> Any:
 
 
 def _without_path(value: str) -> str:
-    """The last part of a path on this machine; anything else as it is."""
+    """The last part of a path on this machine; other values unchanged."""
     return Path(value).name if _LOCAL.fullmatch(value) else value

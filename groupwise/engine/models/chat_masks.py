@@ -1,14 +1,14 @@
-"""Marks the tokens of a conversation that the assistant wrote, by the lengths of renders and never by looking for token ids.
+"""Marks the tokens of a conversation that the assistant wrote. It compares the lengths of renders and never searches for token ids.
 
 For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and including the
-turn. The second begins with the first, and the rest is the turn, its end token included. So a turn is trained after exactly the tokens
-that the model sees when it is asked for it. If a template marks the assistant's words itself (`{% generation %}`), its marks are used
-instead. If a turn's first words belong to the prompt (a prefill), only the words after them are trained, following the tokens that the
-model is asked with.
+turn. The second render starts with the first; the rest is the turn, including its end token. So a turn is trained after exactly the
+tokens that the model sees when it is asked for that turn. If a template marks the assistant's words itself (`{% generation %}`), its
+marks are used instead. If the prompt contains a turn's first words (a prefill), only the words after them are trained, after the tokens
+of that prompt.
 
-Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then a later turn follows other
-tokens than those an earlier turn was written in, and the two cannot share a row: a new one starts. If nothing is rewritten, all turns
-stand in one row.
+Some templates rewrite earlier turns as a conversation grows: they drop thinking, or move a tool list. A later turn then follows other
+tokens than an earlier turn was written in, and the two cannot share a row, so a new row starts. If nothing is rewritten, all turns are
+in one row.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ from groupwise.engine.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = {"reasoning_content", "reasoning", "thinking"}
-"""Keys of a message under which templates look for reasoning."""
+"""Keys of a message that templates read as reasoning."""
 MAX_CHARACTERS_IN_MESSAGE = 40
-"""Characters of a text that a message shows."""
+"""Longest excerpt of a text in an error message, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """A sequence of tokens; the mask is 1 for those that are trained."""
+    """A token sequence; the mask is 1 for tokens that are trained."""
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
     ends: int = 0
-    """Trained stretches that close with an end token: after them the model stops."""
+    """Number of trained stretches that close with an end token, after which the model stops."""
     stretches: int = 1
-    """Trained stretches: turns, or one completion."""
+    """Number of trained stretches: turns, or one completion."""
 
 
 def assistant_turns(chat: Chat) -> list[int]:
-    """The positions of the assistant's messages."""
+    """Indices of the assistant's messages."""
     return [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
 def mask_turns(
     tokenizer: Any, chat: Chat, turns: Sequence[int], prefills: Mapping[int, str] | None = None
 ) -> list[Masked]:
-    """The conversation up to the last of these turns, as few rows as its template allows, with the turns trained.
+    """The conversation up to the last of these turns, in as few rows as its template allows, with the turns trained.
 
-    `prefills` has the words that a turn begins with and that its prompt ends with.
+    `prefills` maps a turn to its first words if its prompt contains them.
 
-    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` if
-    that is all there is or the template refuses the messages, and `TaskError` if no mask could be right.
+    If the conversation starts with an assistant turn, that turn has no prompt. It is context and not trained, unless the template marks
+    the assistant's words. Raises `Refused` if it is the only turn or the template refuses the messages, and `TaskError` if no mask can be
+    right.
     """
     rows: list[Masked] = []
     marked = MARKS.search(template_of(tokenizer, chat))
@@ -76,7 +77,7 @@ def mask_turns(
             else _mask_turn(tokenizer, chat, turn)
         )
         if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
-            shorter = rows.pop()  # this row begins with it: one row with both masks
+            shorter = rows.pop()  # the new row extends it: merge both masks into one row
             rest = (0,) * (len(row.ids) - len(shorter.ids))
             mask = tuple(max(pair) for pair in zip(shorter.mask + rest, row.mask, strict=True))
             ends, stretches = shorter.ends + row.ends, shorter.stretches + row.stretches
@@ -86,13 +87,13 @@ def mask_turns(
 
 
 def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
-    """The whole conversation, every token of it trained."""
+    """The whole conversation, with every token trained."""
     ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
     return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
 def mask_text(tokenizer: Any, text: str) -> Masked:
-    """A text with its end token, every token trained."""
+    """A text with its end token, with every token trained."""
     ids = prompt_ids(tokenizer, _with_end_token(tokenizer, text))
     return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
@@ -148,7 +149,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
 
 
 def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked:
-    """The conversation up to one assistant turn, trained behind its first words, with the end that the template gives to a turn."""
+    """The conversation up to one assistant turn. The turn is trained after its first words, including the template's end of a turn."""
     messages = [*chat.messages[:turn], {"role": "assistant", "content": prefill}]
     before = prompt_text(tokenizer, replace(chat, messages=messages))
     message = chat.messages[turn]
@@ -170,7 +171,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
 
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
-    """The turn as the template marks it. Marks of earlier turns are left out: those turns have rows of their own, or are joined."""
+    """The turn as the template marks it. Marks of earlier turns are ignored: those turns have their own rows, or are merged later."""
     messages = list(chat.messages[: turn + 1])
     if break_control_tokens(tokenizer, messages) != messages:
         raise Refused(
@@ -198,15 +199,15 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
-    """The first `count` messages as text; `ask` adds the header that makes the model answer."""
+    """The first `count` messages as text; `ask` adds the assistant header, after which the model answers."""
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
 def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
-    """The tokens of `whole` after its beginning `before`, whose own tokens are `opening`.
+    """The tokens of `whole` after its prefix `before`, whose tokens are `opening`.
 
-    If tokenising the whole would join characters across the border, the two are tokenised apart, because the model
-    is asked with the tokens of `before`.
+    If tokenising the whole text would merge characters across the border, the two parts are tokenised separately, because the model is
+    prompted with the tokens of `before`.
     """
     ids = text_ids(tokenizer, whole)
     if ids[: len(opening)] == opening:
@@ -222,13 +223,13 @@ def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> 
 
 
 def _without_space_after_end(tokenizer: Any, text: str) -> str:
-    """The text without the line break that templates write after an end token: the model stops at the token and never writes it."""
+    """Remove the line break that templates write after an end token. The model stops at the token, so it never writes the break."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(special_texts(tokenizer)) else text
 
 
 def _with_end_token(tokenizer: Any, text: str) -> str:
-    """The text with the model's end token, once."""
+    """The text with the model's end token exactly once."""
     end = tokenizer.eos_token
     return text if end is None or text.endswith(end) else text + end
 
@@ -240,7 +241,7 @@ def _count_end(tokenizer: Any, ids: Sequence[int]) -> int:
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
-    """Number of equal elements at the beginning of two sequences."""
+    """Length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
     differ = (place for place, (one, other) in enumerate(pairs) if one != other)
     return next(differ, min(len(first), len(second)))

@@ -1,11 +1,11 @@
 """Renders a conversation with the model's chat template; no other module does.
 
-`prompt_text` is the prompt for the model. It ends where the assistant's answer begins; if the last message is the assistant's beginning
-of an answer (a prefill such as `<think>`), it ends with the words of that message, which the model continues. `render` is the plain
-render of messages, for callers that need it without that.
+`prompt_text` is the prompt for the model. It ends where the assistant's answer starts. If the last message is the start of an
+assistant's answer (a prefill such as `<think>`), the prompt ends with the words of that message, and the model continues them. `render`
+renders messages without this special case.
 
-A template also receives the schemas of tools, and arguments of its own such as `enable_thinking`: those of `model.chat_template_kwargs`,
-which `load_tokenizer` stores on the tokenizer, and those of the row, which have precedence.
+A template also receives the schemas of tools, and its own arguments such as `enable_thinking`: those of `model.chat_template_kwargs`,
+which `load_tokenizer` stores on the tokenizer, and those of the row, which take precedence.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from groupwise.engine.models.control_tokens import OF_TOOLS, break_control_token
 from groupwise.engine.models.tool_calls import written_calls
 
 PROBE = "⟦words⟧"
-"""Placeholder for the assistant's words, to find out what a render puts before them."""
+"""Placeholder for the assistant's words, used to find the text that a template writes before them."""
 
 OF_THE_MODEL = "chat_template_kwargs"
-"""The attribute of a tokenizer with the arguments of all its conversations."""
+"""Attribute of a tokenizer with the template arguments for all conversations."""
 
 GIVEN = frozenset(
     {
@@ -53,16 +53,16 @@ _THOUGHTS = re.compile(
     r"(?P<opens>[<[◁](?P<name>[^<>[\]◁▷/\s|]+)[>\]▷]|<\|begin_of_thought\|>|<\|channel\|>analysis(?:<\|message\|>)?)"
     r"\s*(?:[<[◁]/(?P=name)[>\]▷]\s*)?$"
 )
-"""Reasoning that a template opens, or opens and closes, before the assistant's words: `<think>`, `[THINK]`, `◁think▷`, a channel."""
+"""Matches reasoning that a template opens, or opens and closes, before the assistant's words: `<think>`, `[THINK]`, `◁think▷`, channels."""
 
 
 class Refused(TaskError):
-    """The template, or the code that uses its render, does not take this conversation; it may take others."""
+    """The template, or the code that uses its render, does not accept this conversation; it may accept others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, and everything else that its template receives."""
+    """A conversation, and the other inputs of its template."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
@@ -98,17 +98,17 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
         opening += header
     thoughts = _THOUGHTS.search(opening)
     if thoughts is not None and thoughts["opens"] in words:
-        opening = opening[: thoughts.start()]  # the words open them themselves
+        opening = opening[: thoughts.start()]  # the prefill opens the reasoning itself
     return opening + break_control_tokens(tokenizer, words)
 
 
 def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
-    """Render all messages; `ask` adds the header that makes the model answer. Raises Refused if the template does not take them."""
+    """Render all messages; `ask` adds the assistant header, after which the model answers. Raises Refused if the template refuses them."""
     return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
 
 
 def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
-    """Call `apply_chat_template` on all messages. Raises Refused if the template does not take them."""
+    """Call `apply_chat_template` on all messages. Raises Refused if the template refuses them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
     if "developer" not in template:  # a newer name of the role "system"
@@ -130,7 +130,7 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
         return tokenizer.apply_chat_template(messages, **arguments, **how)
     except (
         Exception
-    ) as error:  # a template is a program of the model's makers and raises what it likes
+    ) as error:  # a template is a program by the model's authors and may raise anything
         text = refusal(error, messages)
         raise Refused(text[0].upper() + text[1:]) from error
 
@@ -146,7 +146,7 @@ def template_of(tokenizer: Any, chat: Chat) -> str:
 
 
 def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
-    """Template arguments beside messages and tools. Raises TaskError for one that would have no effect."""
+    """Template arguments other than messages and tools. Raises TaskError for one that would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
     if own := sorted(GIVEN & arguments.keys()):
@@ -163,7 +163,7 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
 
 
 def header_of(tokenizer: Any, chat: Chat) -> str | None:
-    """The text that the template writes between a conversation and the assistant's next words; None if that cannot be determined."""
+    """The text that the template writes between a conversation and the assistant's next words; None if it cannot be determined."""
     with suppress(TaskError):
         messages = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
@@ -174,7 +174,7 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
 
 
 def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
-    """A warning if the chat template does not tell the model that it is its turn; None if it does."""
+    """A warning if prompts do not end with the template's assistant header; None if they do."""
     if isinstance(prompt, str) or prompt[-1].get("role") == "assistant":
         return None
     header, chat = None, Chat(prompt)
@@ -190,7 +190,7 @@ def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
-    """The reason why a chat template could not render messages: invalid Unicode, a broken template, or messages it does not take."""
+    """Explains why a chat template could not render messages: invalid Unicode, a broken template, or messages that it refuses."""
     texts = (str(value) for message in messages for value in message.values())
     odd = next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)
     if odd is not None:
@@ -199,7 +199,7 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
             "text anew where it comes from."
         )
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)
-    if line is not None:  # only errors of its syntax carry one
+    if line is not None:  # only jinja's syntax errors carry a line number
         return (
             f"the chat template of the model does not parse: {reason} (line {line} of the template). Mend it, or give "
             "another one as model.chat_template."

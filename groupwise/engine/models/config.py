@@ -9,7 +9,7 @@ from groupwise.core.errors import ModelError
 from groupwise.core.settings.schema import Conflict, Strict, setting
 
 Dtype = Literal["float32", "bfloat16"]
-"""How the numbers of a model are stored."""
+"""Number formats of a model's weights."""
 
 
 class ModelConfig(Strict):
@@ -70,7 +70,7 @@ class ModelConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A revision of no adapter, devices of no mesh, and weights in fewer bits than the backend has."""
+        """Settings that the backend does not support, or that have no effect without another one."""
         for key in ("load_in_4bit", "load_in_8bit"):
             if getattr(self, key) and self.backend != "unsloth":
                 yield Conflict(
@@ -123,7 +123,7 @@ class LoraConfig(Strict):
 
 
 def recorded_base(recorded: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelConfig:
-    """The model that a run's record says it was trained on, without its adapter.
+    """The config of the model that a run was trained on according to its record, without its adapter.
 
     Raises ModelError if it would run code and the caller has not allowed that: the author of the folder also wrote the record.
     """

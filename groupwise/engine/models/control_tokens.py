@@ -1,8 +1,8 @@
 """Treats control tokens in messages as text: a user, a tool or a policy that writes `<|im_end|>` does not end a turn.
 
-A chat template writes control tokens as text, too, and a tokenizer reads both alike. So before a template sees a message, each control
-token in it is broken by a character that no text has (`break_control_tokens`), and the tokenizer gets the rendered text in pieces, split
-at these characters.
+A chat template writes control tokens as text as well, and a tokenizer cannot tell the two apart. So before a template receives a message,
+each control token in it is broken by a character that occurs in no text (`break_control_tokens`). The tokenizer then gets the rendered
+text in pieces, split at these characters.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 BREAK = "\ufdd0"
-"""A code point that Unicode has set apart for use within programs; it never stands in a text."""
+"""A Unicode noncharacter, reserved for internal use by programs; it occurs in no text."""
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-"""Recognises control tokens among added tokens that are not marked special: `<｜User｜>` is one, `<think>` is not."""
+"""Matches control tokens among added tokens that are not marked special: `<｜User｜>` is one, `<think>` is not."""
 OF_TOOLS = ("tool", "function", "ipython")
-"""Roles of messages that tools write."""
+"""Roles of messages written by tools."""
 _PATTERNS = "_groupwise_control_tokens"
 """Attribute of a tokenizer that caches the control tokens found for its template."""
 
 
 def special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """The texts of all special tokens, end tokens among them."""
+    """The texts of all special tokens, including end tokens."""
     added = tokenizer.added_tokens_decoder.values()
     return (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
 
@@ -30,7 +30,8 @@ def special_texts(tokenizer: Any) -> tuple[str, ...]:
 def break_control_tokens(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
     """The value with all control tokens in its texts broken, at any depth of lists and mappings.
 
-    `of_tool`: a tool's output may hold no token that the template writes, such as `</tool_response>`; other texts may name `<think>`.
+    `of_tool`: in a tool's output every token that the template writes is broken, such as `</tool_response>`; other texts may use
+    `<think>`.
     """
     patterns = getattr(tokenizer, _PATTERNS, None)
     if patterns is None or patterns[0] != tokenizer.chat_template:

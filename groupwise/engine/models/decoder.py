@@ -1,8 +1,8 @@
-"""A transformers model behind three operations that sampler and learner share: hidden states, logits, caches.
+"""A transformers model with three operations that sampler and learner share: hidden states, logits, caches.
 
-Both sides call the same forward with explicit positions and an explicit mask, so that sampling and training do the same arithmetic.
-In every cache here a key's index is its position: prompts begin at 0 and nothing is padded on the left.
-Only without a cache may several texts stand in one sequence, each with positions from 0.
+Both sides call the same forward pass with explicit positions and an explicit mask, so sampling and training do the same arithmetic. In
+every cache here a key's index is its position: prompts start at 0, and there is no padding on the left. Only without a cache may one
+sequence hold several texts, each with positions from 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from groupwise.core.errors import ModelError
 
 
 class PromptCache:
-    """Collects the keys and values of a prompt pass, gradients included; per layer [1, heads, P, head size]."""
+    """Collects the keys and values of a prompt pass, gradients included; shape per layer [1, heads, P, head size], P tokens."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -35,7 +35,7 @@ class PromptCache:
 
 
 class SharedPrefixCache:
-    """Lets every row of a batch see one prompt's keys and values before its own."""
+    """Makes one prompt's keys and values visible to every row of a batch, before the row's own."""
 
     def __init__(self, prompt: PromptCache) -> None:
         self.prompt = prompt
@@ -53,7 +53,7 @@ class SharedPrefixCache:
 
 
 class SlotCache:
-    """Preallocated keys and values of a fixed number of slots, each at its own position."""
+    """Preallocated keys and values for a fixed number of slots, each at its own position."""
 
     def __init__(self, slots: int, key_length: int) -> None:
         self.slots = slots
@@ -63,7 +63,7 @@ class SlotCache:
         self.values: list[Tensor] = []
 
     def place(self, slot: int, prompt: PromptCache) -> None:
-        """Copy a prompt's keys and values to the beginning of a slot."""
+        """Copy a prompt's keys and values to the start of a slot."""
         if not self.keys:
             self.keys = [self._empty(key) for key in prompt.keys]
             self.values = [self._empty(value) for value in prompt.values]
@@ -107,13 +107,13 @@ class Decoder:
                 f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(kinds))}; "
                 "full and sliding attention are what this version can sample and train."
             )
-        # Models that do not say which layers have a window have it in all.
+        # Models that do not list which layers have a sliding window have it in all.
         windowed = self.layer_types is None or "sliding_attention" in kinds
         self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
-        """Most tokens that a layer with a window sees."""
+        """Number of latest tokens that a layer with a sliding window sees; None: all."""
         if self.device.type == "cuda" and getattr(self.config, "num_key_value_heads", 0) == 1:
-            # Transformers repeats the one head's keys without a copy, and of those torch's memory-efficient kernel with a mask finds
-            # something else for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
+            # Transformers repeats the one head's keys without a copy. For such keys and a mask, torch's memory-efficient kernel returns
+            # wrong results for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
             torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
         self._check_head()
 
@@ -124,15 +124,15 @@ class Decoder:
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
     ) -> Tensor:
-        """Last hidden states [B, T, H]. `mask_BTK` is True if a query may look at a key; B may be 1 (shared).
+        """Last hidden states [B, T, H]. `mask_BTK` is True where a query may attend to a key; its B may be 1 (shared).
 
-        Without a cache the keys are the tokens given, whatever their positions: several texts may stand behind each other.
+        Without a cache the keys are the given tokens themselves, independent of their positions: a sequence may hold several texts.
         """
         mask_B1TK = mask_BTK[:, None]
         if self.window is None:
             mask = self._usable(mask_B1TK)
         else:  # the mask in each of the forms that the layers take
-            places_BT = positions_BT  # of the queries among the keys
+            places_BT = positions_BT  # index of each query among the keys
             if cache is None:
                 places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
             keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
@@ -162,7 +162,7 @@ class Decoder:
         return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
 
     def _usable(self, mask_B1TK: Tensor) -> Tensor:
-        """The mask as the model's attention takes it: booleans for torch's own, numbers to add to the scores for the plain one."""
+        """The mask in the form that the model's attention takes: booleans for torch's SDPA, numbers to add to the scores otherwise."""
         if self.config._attn_implementation == "sdpa":
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
@@ -182,6 +182,6 @@ class Decoder:
 
 
 def causal_mask(queries: int, before: int, device: torch.device) -> Tensor:
-    """[1, queries, before + queries]: everything before, and oneself and earlier ones among the queries."""
+    """Mask [1, queries, before + queries]: a query sees all keys before the queries, itself, and earlier queries."""
     keys = torch.arange(before + queries, device=device)
     return (keys[None] <= torch.arange(before, before + queries, device=device)[:, None])[None]

@@ -1,9 +1,9 @@
 """Computes the shapes of a Llama, Mistral, Qwen2 or Qwen3 from its config.json and nothing else.
 
-A dry run and `groupwise check` want only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
-`read_decoder` returns None if transformers might build another model from the file than is counted here: another family, a missing key,
-anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.hollow_model`), which also says what is
-wrong with it.
+A dry run and `groupwise check` need only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
+`read_decoder` returns None if transformers might build another model from the file than this module counts: another family, a missing key,
+anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.hollow_model`); errors in the config are
+reported there.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ ROTATIONS: Mapping[str, set[str]] = {
         "original_max_position_embeddings",
     },
 }
-"""Kinds of rotary positions, with the numbers that each needs beside its base."""
+"""Types of rotary positions, with the numbers that each needs in addition to its base."""
 UNUSUAL = ("auto_map", "partial_rotary_factor", "quantization_config", "text_config")
-"""Keys that make it another model than is counted here."""
+"""Keys whose presence means that this module cannot count the model."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShapes:
-    """A decoder that has a native form."""
+    """Shapes of a decoder that has a native form."""
 
     sizes: Sizes
     longest: int
-    """Most tokens of a text that the model was made for."""
+    """Most tokens of a text that the model was trained for."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
     others: int
-    """Parameters outside of these layers: embeddings, a head of its own, norms and biases."""
+    """Parameters outside of these layers: embeddings, an untied head, norms and biases."""
     in_bfloat16: bool
 
     def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
-        """Counts with this adapter; None if the config names a given one, or if a target is not a linear layer of the model."""
+        """Counts with this adapter; None if the config names a stored adapter, or if a target is not a linear layer of the model."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
         trained = parameters = weights + self.others
         if lora is not None:
@@ -79,7 +79,7 @@ class DecoderShapes:
         )
 
     def _targets(self, lora: LoraConfig) -> set[str] | None:
-        """The layers that the adapter changes, chosen as peft does; None if one of its names is no linear layer."""
+        """The layers that the adapter changes, selected as peft does; None if a name matches no linear layer."""
         if lora.target_modules == "all-linear":
             return set(self.linear)
         found: set[str] = set()
@@ -92,7 +92,7 @@ class DecoderShapes:
 
 
 def read_decoder(config: ModelConfig) -> DecoderShapes | None:
-    """Shapes of the model, or None if it might be counted wrongly. Raises `ModelError` if its files cannot be located."""
+    """Shapes of the model, or None if they might be counted wrongly. Raises `ModelError` if its files cannot be located."""
     if config.trust_remote_code:
         return None
     resolved = locate(config)
@@ -111,7 +111,7 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
 
 
 def _is_unusual(config: Mapping[str, Any]) -> bool:
-    """True if transformers might build another model from it than `_shapes` counts."""
+    """True if transformers might build another model from the config than `_shapes` counts."""
     family = config.get("model_type")
     if family not in FAMILIES or any(not _is_count(config.get(key)) for key in WHOLE_NUMBERS):
         return True

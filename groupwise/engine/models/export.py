@@ -1,11 +1,11 @@
-"""Merges an adapter into its base: one model that needs neither peft nor the base.
+"""Merges an adapter into its base, into a model that needs neither peft nor the base.
 
-The base is loaded in float32, the low-rank product is added there, and the sum is rounded once, to the number format of the result. A
-layer that shares its weights with another one, such as an output head tied to the embeddings, gets weights of its own,
-because the adapter changed that layer alone.
+The base is loaded in float32, the low-rank product is added in float32, and the sum is rounded once, to the number format of the result. A
+layer that shares its weights with another one, such as an output head tied to the embeddings, gets its own weights, because the adapter
+changed only that layer.
 
-Training at a small learning rate may change weights by less than bfloat16 can represent. The share that survives the
-rounding is measured: the slope of the realised on the exact change, over all layers together.
+Training at a small learning rate may change weights by less than bfloat16 can represent. The share that survives the rounding is measured:
+the slope of the realised change against the exact change, over all layers together.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""`auto`: that of the base's files."""
+"""Number format of an export; `auto`: that of the base's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A model that was written."""
+    """Result of an export."""
 
     dtype: str
     """Its number format."""
@@ -52,14 +52,14 @@ def write_merged(
     *,
     keeping: float = 0.0,
 ) -> Written:
-    """Write the merged model into a folder; in float32, if its number format would keep less than a share of the adapter's change.
+    """Write the merged model into a folder. If its number format would keep less than the share `keeping` of the change, use float32.
 
-    Raises `ModelError` if the adapter does not belong to this base, or is not plain LoRA; OSError if the disk refuses.
+    Raises `ModelError` if the adapter does not match this base, or is not plain LoRA; OSError if the files cannot be written.
     """
     merged = model.model_copy(update={"adapter": str(adapter), "adapter_revision": None})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*a tied layer is part", category=UserWarning)
-        check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of what `_untie` sees to
+        check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of ties; see `_untie`
     base = load_model(model, "float32")
     format = _format(read_model_config(model), dtype)
     tensors = _add(base, adapter, format)
@@ -69,19 +69,19 @@ def write_merged(
 
 
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
-    """Write a model whose weights were all trained, in another number format if requested; see `write_merged`."""
+    """Write a model whose weights were all trained, in the requested number format; see `write_merged`."""
     given = ModelConfig(name=str(weights))
     return _write(load_model(given, "float32"), _format(read_model_config(given), dtype), into)
 
 
 def stored_tokenizer(folder: Path) -> Any:
-    """The tokenizer that stands beside weights."""
+    """The tokenizer that is stored in a folder of weights."""
     with quiet():
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
-    """W + scaling · B A, for each layer that has an adapter. Returns the share of the change that `format` keeps."""
+    """Compute W + scaling · B A for each layer that has an adapter. Returns the share of the change that `format` keeps."""
     config, tensors = read_lora_config(adapter), read_adapter(adapter)
     scaling = scaling_of(config)
     ends = ".lora_A.weight"
@@ -102,7 +102,7 @@ def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
 
 
 def _untie(base: PreTrainedModel, layer: nn.Linear) -> None:
-    """Give a layer weights of its own if other modules use the same ones."""
+    """Give a layer its own copy of the weights if other modules use the same ones."""
     modules = cast("nn.Module", base).modules()
     if sum(getattr(module, "weight", None) is layer.weight for module in modules) == 1:
         return
@@ -125,7 +125,7 @@ def _format(stored: Any, dtype: ExportDtype) -> torch.dtype:
 def _write(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> Written:
     cast("nn.Module", model).to(dtype)
     cast("Any", model.config).dtype = dtype
-    model.config._name_or_path = ""  # what the base was called on this machine
+    model.config._name_or_path = ""  # it may be a path on this machine
     with disk_errors(into), quiet():
         model.save_pretrained(into)
     return Written(str(dtype).removeprefix("torch."))

@@ -1,7 +1,7 @@
-"""Reads and writes tensors: the one place where safetensors' own errors become ours.
+"""Reads and writes tensors, and translates safetensors' own errors into ours.
 
-safetensors reports a full or unwritable disk, and a damaged file, as an error of its own kind, which is not an OSError. Functions here
-raise OSError if writing fails and `ModelError` if reading fails, so that callers need not know the library.
+safetensors reports a full or unwritable disk, and a damaged file, as its own error type, which is not an OSError. Functions here raise
+OSError if writing fails and `ModelError` if reading fails, so callers need not know the library.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FULL_WEIGHTS = "model.safetensors"
-"""The one file that holds a whole model, published or saved."""
+"""Name of a file that holds a whole model, published or saved."""
 INDEX = "model.safetensors.index.json"
-"""Lists the files of a model that is stored in several."""
+"""File that lists the files of a model that is stored in several."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one safetensors file; OSError if the disk refuses."""
+    """Write one safetensors file. Raises OSError if it cannot be written."""
     from safetensors.torch import save_file
 
     with disk_errors(path):
@@ -38,7 +38,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError that caused a failed write of safetensors."""
+    """Turn safetensors' error of a failed write into the OSError that caused it."""
     try:
         yield
     except SafetensorError as error:
@@ -48,7 +48,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one safetensors file; `ModelError` if it is not there or damaged."""
+    """All tensors of one safetensors file. Raises `ModelError` if it is missing or damaged."""
     from safetensors.torch import load_file
 
     with _explain_errors(path):
@@ -56,13 +56,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in one safetensors file, from its header alone."""
+    """Names and shapes of the tensors in one safetensors file, from its header alone."""
     with _explain_errors(path), safe_open(path, "pt") as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
 def read_model_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a whole model, in one file or in several with an index."""
+    """All tensors of a whole model, stored in one file or in several with an index."""
     tensors: dict[str, Tensor] = {}
     for path in model_files(folder):
         tensors.update(read_tensors(path))
@@ -70,7 +70,7 @@ def read_model_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The safetensors files of a whole model; `ModelError` if there is none."""
+    """The safetensors files of a whole model. Raises `ModelError` if there are none."""
     if (folder / FULL_WEIGHTS).is_file():
         return [folder / FULL_WEIGHTS]
     if (folder / INDEX).is_file():
@@ -81,7 +81,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def files_in_index(index: Path) -> list[str]:
-    """The names of the files that an index of weights lists; `ModelError` if one of them leads out of its folder."""
+    """The file names that an index of weights lists. Raises `ModelError` if one of them is outside the index's folder."""
     weights = read_json(index).get("weight_map")
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
     for name in names:
@@ -101,16 +101,17 @@ READS_FILES = frozenset(
 )
 """Keys of a tokenizer's JSON files whose values are paths."""
 OF_HUB = frozenset({"backbone", "use_timm_backbone", "use_pretrained_backbone"})
-"""Keys of a model's description that have transformers ask the hub for a repository."""
+"""Keys of a model's config that make transformers load a repository from the hub."""
 IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
-"""Keys whose value names a kernel, which transformers takes from the hub for most values."""
+"""Keys whose value names a kernel; transformers loads most of these from the hub."""
 
 
 def check_sent(folder: Path) -> None:
-    """Check a folder that a stranger has sent, before any library reads it.
+    """Check a model folder uploaded by an untrusted user, before any library reads it.
 
-    Raises ModelError if it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
-    attention or experts implementation other than `eager` and `sdpa`, a `backbone`; or a model of a kind that is no language model.
+    Raises ModelError if it names files outside of the folder, or code or repositories that would be loaded (an index with paths,
+    `auto_map`, an attention or experts implementation other than `eager` and `sdpa`, a `backbone`), or if its model type is no language
+    model.
     """
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".index.json"):
@@ -139,14 +140,14 @@ def check_sent(folder: Path) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """True if no special kernel is named, neither for the model nor for a part of it."""
+    """True if the value names no special kernel, neither for the model nor for a part of it."""
     if isinstance(value, dict):
         return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
     return value in (None, "eager", "sdpa")
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:
-    """The keys of a JSON value with what they hold, at any depth."""
+    """The keys and values of all objects in a JSON value, at any depth."""
     left = [content]
     while left:
         match left.pop():
@@ -160,7 +161,7 @@ def _entries(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that stands beside weights; `ModelError` if it is not there or damaged."""
+    """The object in a model's JSON file. Raises `ModelError` if the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""Counts the bytes that sampler and learner hold of a model, from its config alone; `groupwise.engine.models.plan` adds them up.
+"""Counts the bytes that sampler and learner hold for a model, from its config alone; `groupwise.engine.models.plan` adds them up.
 
-The engines are in layers above this module, and each documents what it keeps and why: weights in
+The engines are in layers above this module. Each documents which tensors it keeps and why: weights in
 `groupwise.engine.models.native.weights` and `groupwise.engine.models.native.packed`; keys and values in
 `groupwise.engine.sampler.native.cache`, `groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.engine`;
 activations in `groupwise.engine.learner.native.body`. Tests compare the engines' own tensors with these numbers.
 
-A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds. None of this
+A `Footprint` is that of one process whose engines are known. The functions after it count the tensors of one kind of engine. None of this
 needs torch.
 """
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 FLOAT = 4
 """Bytes of a float32 number."""
 GROWTH = 64
-"""The cache of own keys grows by multiples of this many tokens."""
+"""The cache of completion tokens' keys grows by multiples of this many tokens."""
 IN_PRODUCTS = 1.5
-"""Stored numbers per number of an adapter in the order of the native products: products of several layers hold zeros."""
+"""Stored numbers per number of an adapter in the native products' order: a product of several layers pads the blocks between with zeros."""
 
 
 BYTES_IN_4BIT = 4.127 / 8
@@ -55,7 +55,7 @@ class Sizes:
     kv_heads: int
     head_size: int
     inner: int
-    """Width between the products of the MLP."""
+    """Width of the MLP's intermediate layer."""
     vocabulary: int
 
     @property
@@ -70,24 +70,24 @@ class Sizes:
 
     @property
     def turned(self) -> int:
-        """Weights of all queries and keys."""
+        """Weights of all query and key projections, whose rows the native model reorders."""
         return self.layers * self.hidden * (self.queries + self.keys)
 
     @property
     def fused(self) -> int:
-        """Weights of the products that are several of the model's layers."""
+        """Weights of the products that each compute several of the model's linear layers."""
         return self.turned + self.layers * self.hidden * (self.keys + 2 * self.inner)
 
     @property
     def products(self) -> int:
-        """Weights of all products, the head's too."""
+        """Weights of all products, including the output head."""
         others = self.layers * (self.queries + self.inner) + self.vocabulary
         return self.fused + others * self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """A model as it is trained, without its weights: how many numbers it has, and which engines can compute it."""
+    """Numbers of a model and of its trained part, without the weights, and which engines can compute it."""
 
     sizes: Sizes
     parameters: int
@@ -95,14 +95,14 @@ class Counts:
     linear: int
     """Weights of all linear layers but the output head."""
     native: bool
-    """True if the model has a native form; on a processor that needs numba, too."""
+    """True if the model has a native form; on a CPU that additionally needs numba."""
     in_bfloat16: bool
     """True if the model was published in bfloat16."""
     dropout: float
 
 
 def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
-    """Bytes saved if the weights of `linear` layers are held in 4 or 8 bits."""
+    """Bytes saved by holding `linear`, the number of weights in linear layers, in 4 or 8 bits."""
     if not (config.load_in_4bit or config.load_in_8bit):
         return 0.0
     each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
@@ -137,22 +137,22 @@ class Footprint:
 
     sizes: Sizes
     size: int
-    """Bytes of a number."""
+    """Bytes per number."""
     full: bool
-    """True if all weights are trained, not an adapter."""
+    """True if all weights are trained, False if an adapter is."""
     on_cpu: bool
     samples: bool
     native_sampler: bool
     native_learner: bool
     packed: int
-    """Bytes of a number in the order of decoding; 0 if there is no such order."""
+    """Bytes per number in the order for decoding; 0 if there is no such copy."""
 
     def plain(self, parameters: int) -> int:
-        """Bytes of a model's weights alone."""
+        """Bytes of `parameters` weights in the model's number format."""
         return parameters * self.size
 
     def served(self, parameters: int) -> int:
-        """Bytes of the sampled model, or of an adapter's base; 0 if all weights are trained and the process does not sample."""
+        """Bytes of the sampled model, or of an adapter's base; 0 if all weights are trained and this process does not sample."""
         if self.full and not self.samples:
             return 0
         native = self.native_sampler or self.native_learner
@@ -160,9 +160,9 @@ class Footprint:
         return self.plain(parameters) + copies
 
     def trained(self, parameters: int, processes: int) -> int:
-        """Bytes of trained weights, gradient and two moments in all processes. Several processes also each need a buffer to add gradients,
-        and, if all weights are trained, the weights that they were forked from."""
-        copies = 0.0  # of an adapter: the sampler's, and the native engines' for learning, prompts and decoding
+        """Bytes of trained weights, gradient and two moments in all processes. With several processes, each also needs a buffer to add up
+        gradients; if all weights are trained, the weights before the fork count once more."""
+        copies = 0.0  # bytes per number of an adapter: the sampler's copy, and the native engines'
         if not self.full:
             computed = (self.native_learner + self.native_sampler) * self.size
             decoding = FLOAT if self.packed else 0
@@ -172,7 +172,7 @@ class Footprint:
         return int(parameters * (processes * each + forked))
 
     def cache(self, decoding: Decoding) -> int:
-        """Bytes of keys and values; on a GPU the native sampler's logits, which stay after each token, are included."""
+        """Bytes of keys and values. On a GPU they include the native sampler's logits, which stay allocated between tokens."""
         if self.native_sampler and self.on_cpu:
             return native_cache(self.sizes, self.size, decoding)
         of_a_row, logits = decoding.key_length, 0
@@ -185,12 +185,12 @@ class Footprint:
     def activations(self, tokens: int, *, recompute: bool) -> int:
         """Bytes of a micro-batch's activations and logits.
 
-        The native engine keeps for each token two residual streams in float32 and the results of three products and of attention in each
-        layer, beside what the backward pass of one layer computes with; with `recompute` one residual stream of each layer, and all of a
-        single one. Its head computes `CHUNK` tokens at once; a processor has the float32 numbers beside them for only a few of these.
+        The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
+        The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
+        for a single layer. Its head computes `CHUNK` tokens at once; on a CPU their float32 copies exist for only a few of these at a time.
 
-        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states in a layer; and of `CHUNK`
-        tokens logits, at their temperature, probabilities, and a gradient.
+        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer. For `CHUNK` tokens
+        they keep logits, logits divided by the temperature, probabilities, and a gradient.
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:
@@ -208,10 +208,10 @@ class Footprint:
         return tokens * each + CHUNK * sizes.vocabulary * logits
 
     def update(self, parameters: int) -> int:
-        """Bytes of AdamW's temporary numbers, one for each trained one; or of a native model beside the one that it replaces, if larger."""
+        """Bytes of AdamW's temporary numbers, one per trained one; or of a new native model next to its predecessor, if larger."""
         renewed = 0
         if self.full and self.native_sampler:
-            # Built when all weights are published, while the sampler still has the previous ones.
+            # It is built when all weights are published, while the sampler still has the previous ones.
             renewed = self.sizes.fused * self.size + self.sizes.products * self.packed
         return max(FLOAT * parameters, renewed)
 
@@ -221,11 +221,11 @@ def footprint_of(
 ) -> Footprint:
     """The footprint of the engines that `groupwise.engine.models.native.weights.native_model` would choose for these weights.
 
-    With `by_modules`, or if an adapter has dropout, transformers' modules learn.
+    With `by_modules`, or if an adapter has dropout, the learner uses transformers' modules.
     """
     size, on_cpu = bytes_of(dtype), device == "cpu"
     native = counts.native and (not on_cpu or without_numba() is None)
-    # Frozen weights that were published in bfloat16 are packed as that, whatever they are computed in.
+    # Frozen weights that were published in bfloat16 are packed in bfloat16, even if they are computed in float32.
     packed = 2 if counts.in_bfloat16 and not full else size
     return Footprint(
         sizes=counts.sizes,
@@ -243,8 +243,8 @@ def footprint_of(
 
 
 def native_copies(sizes: Sizes, size: int, packed: int) -> int:
-    """Bytes that a native model has beside the model's own weights: queries and keys with their rows in another order, and all products in
-    the order of decoding, `packed` bytes for each number; 0 if they are not ordered."""
+    """Bytes that a native model holds in addition to the model's own weights: queries and keys with reordered rows, and all products in the
+    order for decoding, with `packed` bytes per number; 0 if there is no such copy."""
     return sizes.turned * size + sizes.products * packed
 
 
@@ -252,12 +252,12 @@ def native_copies(sizes: Sizes, size: int, packed: int) -> int:
 
 
 def grown(room: int, needed: int) -> int:
-    """Tokens that the cache of own keys has room for after it grew: by half, because growing copies everything."""
+    """Capacity in tokens of the cache of completion tokens after it grew. It grows by half, because growing copies everything."""
     return multiple(max(needed, room * 3 // 2), GROWTH)
 
 
 def rooms(tokens: int) -> tuple[int, int]:
-    """Room before and after the cache last grew, if its rows reach so many tokens one by one."""
+    """Capacity before and after the last growth of a cache that was filled token by token up to `tokens`."""
     before = after = 0
     while after < tokens:
         before, after = after, grown(after, after + 1)
@@ -265,19 +265,19 @@ def rooms(tokens: int) -> tuple[int, int]:
 
 
 def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
-    """Bytes on a processor: keys in float32, values in rows of whole vectors. Those of own tokens exist twice while the cache grows."""
+    """Bytes on a CPU: keys in float32, values padded to whole vectors. Those of completion tokens exist twice while the cache grows."""
     per_token = sizes.kv_heads * (sizes.head_size * FLOAT + multiple(sizes.head_size, LANES) * size)
-    tokens = decoding.completion - 1  # nothing follows the last one
+    tokens = decoding.completion - 1  # the last token is never an input
     own = multiple(decoding.slots, ROWS) * sum(rooms(tokens))
     prompts = decoding.prompts * multiple(decoding.prompt, STRETCH)
     return sizes.layers * per_token * (own + prompts)
 
 
 def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
-    """Bytes of other caches: keys and values of so many tokens in the model's number format."""
+    """Bytes of the other engines' caches: keys and values of `tokens` tokens in the model's number format."""
     return cached_numbers(sizes) * size * tokens
 
 
 def cached_numbers(sizes: Sizes) -> int:
-    """Number of keys and values of a token in all layers."""
+    """Numbers in the keys and values of one token in all layers."""
     return 2 * sizes.layers * sizes.keys

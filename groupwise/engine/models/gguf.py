@@ -25,7 +25,7 @@ def write_dequantised(gguf: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
-        # The loaded model remembers that it was GGUF, and would refuse to be saved.
+        # The loaded model is still marked as GGUF, and could not be saved.
         config = {**model.config.to_dict(), "_name_or_path": ""}
         config.pop("quantization_config", None)
         clean = type(model)(type(model.config)(**config))

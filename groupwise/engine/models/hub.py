@@ -1,4 +1,4 @@
-"""Adapters and models that live on the hub, as folders on this machine."""
+"""Downloads adapters and models from the hub into local folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def may_be_hub_id(reference: str) -> bool:
 
 
 def fetch_weights(reference: str) -> Path:
-    """The folder of `HUB_ID` or `HUB_ID@REVISION`, downloaded unless it is cached; raises `ModelError` if it cannot be had."""
+    """The folder of `HUB_ID` or `HUB_ID@REVISION`, downloaded unless it is cached. Raises `ModelError` if it cannot be obtained."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

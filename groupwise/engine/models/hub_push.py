@@ -1,10 +1,10 @@
-"""Uploads a folder to a branch of the hub; an upload that failed can simply be repeated.
+"""Uploads a folder to a branch of the Hugging Face hub. An upload that failed can simply be repeated.
 
-One upload is one commit: a branch has all of a folder, or nothing of it yet. So `push` first reads what the branch holds. If the content
-is equal, there is nothing to do; an empty branch is filled; other files are refused without leave to overwrite. A run may replace what it
-has uploaded itself, as long as the branch has not been changed since: `hub.json` in its folder has the commit of each branch.
-`check_access` checks the same before a run begins. huggingface_hub is imported when it is needed, and finds the token itself (HF_TOKEN,
-or its login); HF_ENDPOINT names another hub.
+One upload is one commit, so a branch holds all of a folder or nothing of it. `push` first reads which files the branch holds. If they
+are equal, it uploads nothing. An empty branch is filled. Other files are replaced only if `overwrite` is set. A run may also replace its
+own earlier upload, as long as the branch has not been changed since: `hub.json` in the run's folder has the commit of each branch.
+`check_access` checks the same before a run starts. huggingface_hub is imported only when needed, and finds the token itself (HF_TOKEN, or
+its login); HF_ENDPOINT names another hub.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from groupwise.runs.folder import FINAL
 MADE_BY_THE_HUB = frozenset({".gitattributes"})
 """Files that the hub itself adds; a branch with only these counts as empty."""
 COMMITS = "hub.json"
-"""File of a run with its last commit of each branch, by `OWNER/NAME@REVISION`."""
+"""File in a run's folder with the commit of its last upload to each branch, by `OWNER/NAME@REVISION`."""
 _NO_REF = re.compile(
     r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@?$", re.ASCII
 )
-"""Matches what git's own rules forbid in the name of a branch."""
+"""Matches names that git's rules forbid for a branch."""
 _ONE_AT_A_TIME = threading.Lock()
 _TOKEN = "The token comes from HF_TOKEN or `hf auth login`."
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The destination of a folder."""
+    """Repository and branch to upload to."""
 
     repo_id: str
     revision: str = "main"
@@ -56,16 +56,15 @@ class Pushed:
     """The result of an upload."""
 
     url: str
-    """Address of the branch, for people."""
+    """Web address of the branch."""
     commit: str
-    """Commit of the branch at that time: it still finds the same files, whatever comes later."""
+    """The branch's commit after the upload. It names these files even when the branch changes later."""
 
 
 def check_access(target: Target, run: Path | None = None) -> str | None:
-    """Check before a run: UsageError if the target may not be written, or its content not overwritten. Nothing is created.
+    """Check before a run. Raises UsageError if the target may not be written to, or its files may not be replaced. Creates nothing.
 
-    `run`: the folder of a run that is resumed. Returns a warning if the hub does not answer: an upload may succeed later all the
-    same.
+    `run` is the folder of a run that is resumed. Returns a warning if the hub does not respond, because an upload may still succeed later.
     """
     from httpx2 import HTTPError
     from huggingface_hub.errors import (
@@ -108,8 +107,8 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
 def push(folder: Path, target: Target, message: str, run: Path | None = None) -> Pushed:
     """Make a branch hold exactly the folder's files, as one commit; returns its address and commit.
 
-    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError if the branch holds
-    something else and may not be overwritten, EndpointError if the hub fails.
+    `run` is the folder of the run that uploads; it may replace its own earlier uploads. Raises UsageError if the branch holds other files
+    that may not be overwritten, and EndpointError if the hub fails.
     """
     _check_revision(target.revision)
     with _failures(target):
@@ -118,7 +117,7 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
         _refuse_public(api, target)
         there = _files(api, target)
         if there is None:
-            # From the first commit, which is usually empty; if it holds files, the upload may replace them.
+            # Branch from the first commit, which is usually empty; if it holds files, the upload may replace them.
             first = api.list_repo_commits(target.repo_id)[-1].commit_id
             if run is not None:
                 _note_commit(run, target, first)
@@ -136,14 +135,14 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
             )
             commit = made.oid
         else:
-            commit = _head(api, target)  # a process may have died before it could note it
+            commit = _head(api, target)  # a process may have died before noting it
         if run is not None:
             _note_commit(run, target, commit)
         return Pushed(f"{api.endpoint}/{target.repo_id}/tree/{target.revision}", commit)
 
 
 class _Refused(Exception):
-    """An error of ours, not a failure of the hub."""
+    """The upload is refused by our own rules, not by a failure of the hub."""
 
 
 def _check_revision(revision: str) -> None:
@@ -165,7 +164,7 @@ def _refuse_public(api: Any, target: Target) -> None:
 
 
 def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | None) -> str | None:
-    """The commit that the upload must replace; None if any may be. Raises _Refused if the branch holds files that are not this run's."""
+    """The commit that the upload must replace; None if it may replace any. Raises _Refused if the branch holds files of another origin."""
     if not there or target.overwrite:
         return None
     own = None if run is None else _own_commits(run).get(str(target))
@@ -189,7 +188,7 @@ def _own_commits(run: Path) -> dict[str, str]:
 
 
 def _note_commit(run: Path, target: Target, commit: str) -> None:
-    """Holds a lock, because two threads of a run may upload checkpoints and final weights."""
+    """Record the commit of an upload. The lock is needed because two threads of a run may upload checkpoints and final weights."""
     with _ONE_AT_A_TIME:
         atomic_files.write_json(run / COMMITS, {**_own_commits(run), str(target): commit})
 
@@ -207,7 +206,7 @@ def _api() -> Any:
 
 
 def _may_write(api: Any, repo_id: str) -> bool:
-    """True if the repository exists and may be written to, False if it can be created; raises if neither is so."""
+    """True if the repository exists and is writable, False if it does not exist but can be created; raises otherwise."""
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
@@ -230,7 +229,7 @@ def _may_write(api: Any, repo_id: str) -> bool:
 
 
 def _files(api: Any, target: Target) -> dict[str, Any] | None:
-    """Entries on the branch by path, without those that the hub made; None if there is no such branch."""
+    """Entries on the branch by path, without those that the hub made; None if the branch does not exist."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
@@ -250,7 +249,7 @@ def _equal(folder: Path, there: dict[str, Any]) -> bool:
 
 
 def _same(file: Path, entry: Any) -> bool:
-    """True if a file equals the one on the hub, which identifies large ones by SHA-256 and small ones by git's hash."""
+    """True if a file equals the one on the hub, which lists the SHA-256 of large files and git's blob hash of small ones."""
     size = file.stat().st_size
     if size != entry.size:
         return False
@@ -263,7 +262,7 @@ def _same(file: Path, entry: Any) -> bool:
 
 @contextmanager
 def _failures(target: Target) -> Generator[None]:
-    """Turns all failures of the hub or of the connection to it into one error."""
+    """Turn all failures of the hub, or of the connection to it, into EndpointError."""
     try:
         yield
     except _Refused as refused:

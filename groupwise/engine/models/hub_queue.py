@@ -1,10 +1,10 @@
-"""Queues what a run has still to upload: folders in `hub/` of the run's own, each with its target, so that a crash loses none.
+"""Queues a run's pending uploads: folders in `hub/` of the run's folder, each with its target, so that a crash loses none.
 
-hub/someone%2Fmodel@main/step-000000120/files/        weights, tokenizer and model card, as they are to stand on the hub
-hub/someone%2Fmodel@main/step-000000120/target.json   where they go; written last, so that an entry is whole or none
+hub/someone%2Fmodel@main/step-000000120/files/        weights, tokenizer and model card, as they will be on the hub
+hub/someone%2Fmodel@main/step-000000120/target.json   where to upload them; written last, so an entry with this file is complete
 
-Each uploader has a queue, a folder of its own, named after where it uploads to. An entry is removed when it has been uploaded,
-`target.json`, the mark of its wholeness, first. Entries are uploaded in the order of their steps.
+Each uploader has its own queue, a folder named after its target. An entry is removed after its upload; `target.json` is deleted first, so
+that a partly removed entry does not count. Entries are uploaded in the order of their steps.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from groupwise.engine.models.artefact import keep_artefact
 from groupwise.engine.models.hub_push import Pushed, Target, push
 
 QUEUES = "hub"
-"""Folder of a run."""
+"""Folder inside a run's folder that holds its queues."""
 FILES = "files"
 TARGET = "target.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One entry."""
+    """One pending upload."""
 
     step: int
     folder: Path
     target: Target
 
     def push(self, *, overwrite: bool | None = None) -> Pushed:
-        """Upload the entry and remove it; `overwrite` replaces the target's own setting. Raises as `hub_push.push`, and then it stays."""
+        """Upload the entry and remove it; `overwrite` replaces the target's own setting. On an error of `hub_push.push` the entry stays."""
         target = self.target if overwrite is None else replace(self.target, overwrite=overwrite)
         run = self.folder.parents[2]
         pushed = push(self.folder / FILES, target, f"{run.name}@{self.step}", run)
@@ -56,23 +56,23 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The entries of one uploader."""
+    """The pending uploads of one uploader."""
 
     folder: Path
 
     def add(self, step: int, target: Target, weights: Path, card: str, tokenizer: Any) -> None:
-        """Queue the weights after so many steps for upload, in place of an earlier entry of that step."""
+        """Queue the weights after step `step` for upload; they replace an earlier entry of that step."""
         folder = self.folder / f"step-{step:09d}"
         (folder / TARGET).unlink(missing_ok=True)
         keep_artefact(folder / FILES, weights, card, tokenizer)
         atomic_files.write_json(folder / TARGET, asdict(target))
 
     def waiting(self) -> list[Waiting]:
-        """All entries, by their steps."""
+        """All entries, in the order of their steps."""
         return _entries(self.folder.glob(f"step-*/{TARGET}"))
 
     def drop_after(self, step: int) -> None:
-        """Remove the entries of later steps, which are done again, and entries that a dead process left unfinished."""
+        """Remove entries of later steps, which will be repeated, and incomplete entries of an ended process."""
         there = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
             if folder not in there:
@@ -85,7 +85,7 @@ def queue(run: Path, name: str) -> Queue:
 
 
 def waiting(run: Path) -> list[Waiting]:
-    """The entries of all queues of a run, by their steps."""
+    """The entries of all queues of a run, in the order of their steps."""
     return _entries((run / QUEUES).glob(f"*/step-*/{TARGET}"))
 
 

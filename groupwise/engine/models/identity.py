@@ -1,4 +1,4 @@
-"""Records which weights a model name stood for, because a resume on other weights would silently continue with another model."""
+"""Identifies the weights that a model name refers to, because a resume on other weights would silently continue with another model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from groupwise.engine.models.tokenizer import explained, resolve
 from groupwise.engine.models.transformers_log import quiet
 
 WHOLE = 64 << 20
-"""Bytes up to which a file is read in whole."""
+"""Size in bytes up to which a file is hashed completely."""
 BLOCK = 1 << 20
 BLOCKS = 32
-"""Number of blocks read of a larger file, evenly spread from its beginning to its end: any training changes all of them."""
+"""Number of blocks that are hashed of a larger file, spread evenly from its start to its end: any training changes all of them."""
 
 WANDERING = ("_name_or_path", "transformers_version")
 """Keys of a model's config that change without the model."""
 
 
 def identity(config: ModelConfig) -> str:
-    """16 hex digits for the base, and for `model.adapter` if it is set.
+    """16 hex digits that identify the base, and `model.adapter` if it is set.
 
-    For a model on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
-    Raises `ModelError` if the files cannot be had.
+    For a model on the hub they depend on the commit, for local files on a hash of config and weights, which takes about a second.
+    Raises `ModelError` if the files cannot be obtained.
     """
     resolved = resolve(config)
     digest = hashlib.sha256()
@@ -59,7 +59,7 @@ def identity(config: ModelConfig) -> str:
 
 
 def _add_file(digest: Any, path: Path) -> None:
-    """Add name, size and content of a file, or a sample of its content."""
+    """Add a file's name, size, and content or a sample of its content to the digest."""
     size = path.stat().st_size
     digest.update(f"{path.name}|{size}|".encode())
     with path.open("rb") as file:

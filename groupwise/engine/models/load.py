@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
-    """The model's weights, in evaluation mode, no parameter trainable."""
+    """The model with its weights, in evaluation mode; no parameter is trainable."""
     resolved = locate(config)
     with quiet(), explained(config, resolved, "model"):
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -44,7 +44,7 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
                 f"{len(gaps)} of its tensors are missing or of another shape: {listed}"
             )
     model.requires_grad_(False)
-    cast("nn.Module", model).to(device)  # in place, as modules do
+    cast("nn.Module", model).to(device)  # modules move in place
     return model.eval()
 
 
@@ -58,15 +58,15 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def described_text(config: ModelConfig) -> dict[str, Any]:
-    """The config of the model's text part as JSON, with transformers' defaults for its kind."""
+    """The config of the model's text part as JSON, with transformers' defaults for its type."""
     described = read_model_config(config)
     text = json.loads(described.get_text_config().to_json_string(use_diff=False))
-    # Whether the head is the embedding is said by the whole model, not by its part.
+    # Only the whole model's config states whether the head is tied to the embedding.
     return {**text, "tie_word_embeddings": getattr(described, "tie_word_embeddings", False)}
 
 
 def hollow_model(config: ModelConfig) -> PreTrainedModel:
-    """The model without storage for its weights: for names, shapes and counts."""
+    """The model without storage for its weights (on the meta device), for names, shapes and counts."""
     described = read_model_config(config)
     with torch.device("meta"), quiet(), explained(config, resolve(config), "model"):
         return AutoModelForCausalLM.from_config(
@@ -75,7 +75,7 @@ def hollow_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The folder with the model's files, which are fetched from the hub if need be; see `groupwise.engine.models.hub.fetch_weights`."""
+    """The folder with the model's files, downloaded from the hub if necessary; see `groupwise.engine.models.hub.fetch_weights`."""
     resolved = locate(config)
     if resolved.local:
         return Path(resolved.location)
@@ -83,18 +83,18 @@ def model_folder(config: ModelConfig) -> Path:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: of the model's config, its generation config and the tokenizer."""
+    """Every token that ends a completion, according to the model's config, its generation config, or the tokenizer."""
     return _stops_of(model.config, model.generation_config, tokenizer)
 
 
 def described_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """The same for a model that is not loaded."""
+    """Like `stop_token_ids`, for a model that is not loaded."""
     resolved = locate(config)
     try:
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
-    except OSError:  # a model need not have one
+    except OSError:  # a generation config is optional
         generation = None
     return _stops_of(read_model_config(config), generation, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens, and whether they are the likeliest, without ever holding the logits of a whole batch."""
+"""Log-probabilities and entropies of given tokens, and whether they are the most likely, without holding the logits of a whole batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.facts import CHUNK
 
 NEVER = -1e30
-"""Replaces the logit of a token with probability 0. Unlike -inf it may occur in the entropy's sum and in its gradient."""
+"""Replaces the logit of a token with probability 0. Unlike -inf it gives no NaN in the entropy and its gradient."""
 
 
 class TokenNumbers(NamedTuple):
@@ -21,9 +21,9 @@ class TokenNumbers(NamedTuple):
     logprobs_N: Tensor
     """Nats; carries the gradient."""
     entropies_N: Tensor
-    """Nats, of the distribution that the target stands in."""
+    """Nats; entropy of the distribution from which the target was drawn."""
     right_N: Tensor | None
-    """True if the target is the likeliest token, the first of several that are equally so; None if not asked for."""
+    """True if the target is the most likely token, or the first of several equally likely ones; None if not requested."""
 
 
 def token_logprobs(
@@ -36,10 +36,11 @@ def token_logprobs(
     accuracy: bool = False,
     withheld_X2: Tensor | None = None,
 ) -> TokenNumbers:
-    """The numbers of the targets at the temperatures; whether they are the likeliest with `accuracy`, because it costs a search.
+    """The numbers of the targets at the temperatures.
 
-    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient only on request,
-    because it costs another pass over the logits. Chunks of logits are recomputed in the backward pass instead of being kept.
+    `accuracy` also finds out whether each target is the most likely token, which costs a search. `withheld_X2` has pairs of an index in N
+    and a token whose probability there is 0. Entropies have a gradient only on request, because that costs another pass over the logits.
+    Chunks of logits are recomputed in the backward pass instead of being kept.
     """
     parts: list[TokenNumbers] = []
     for start in range(0, len(targets_N), CHUNK):
@@ -64,7 +65,7 @@ def token_logprobs(
 
 
 def withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
-    """The pairs of a chunk, their places counted from its beginning; None if it has none."""
+    """The pairs of a chunk, with indices counted from its start; None if it has none."""
     if withheld_X2 is None:
         return None
     places_X = withheld_X2[:, 0]
@@ -87,7 +88,7 @@ def _chunk(
         scaled_NV[known_X2[:, 0], known_X2[:, 1]] = NEVER
     normaliser_N = scaled_NV.logsumexp(-1)
     chosen_N = scaled_NV.gather(1, targets_N[:, None])[:, 0] - normaliser_N
-    # Nothing from here on is kept for the backward pass, which therefore does not repeat it (but for an entropy with gradient).
+    # The backward pass needs nothing computed below, so it does not recompute it (except an entropy with gradient).
     right_N = scaled_NV.argmax(-1) == targets_N if accuracy else None
     if entropy_gradient:
         probabilities_NV = (scaled_NV - normaliser_N[:, None]).exp()

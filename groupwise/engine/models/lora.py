@@ -1,11 +1,11 @@
 """Low-rank adapters over one frozen base, in the file format of peft.
 
-Several adapters live side by side on the same base: the one that is trained, the one that the sampler serves (a copy that came
-through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each with
-its own rank and layers. They are added and removed one by one and never affect each other. `AdaptedModel.using` selects the active one.
+Several adapters share one base: the one that is trained, the one that the sampler serves (a copy loaded from a published file), and the
+one that a run started from (the reference for KL). Other models over that base add theirs, each with its own rank and layers. Adapters
+are added and removed one by one and never affect each other. `AdaptedModel.using` selects the active one.
 
-The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding
-it afterwards, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
+The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding it after
+rounding, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "
 
 
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
-"""Initialisations of an adapter that leave its base unchanged."""
+"""Values of peft's `init_lora_weights` that leave the base unchanged."""
 
 
 class AdapterSwitch:
-    """Shared by all adapted layers of a model: which adapter acts, and whether dropout does."""
+    """Shared by all adapted layers of a model: the active adapter, and whether dropout is on."""
 
     def __init__(self) -> None:
         self.active: str | None = None
@@ -67,7 +67,7 @@ class ExactLoraLinear(PeftLinear):
     def forward(self, x: Tensor) -> Tensor:
         base = cast("nn.Linear", self.get_base_layer())
         name = self.switch.active
-        if name is None or name not in self.lora_A:  # that one leaves this layer alone
+        if name is None or name not in self.lora_A:  # the active adapter does not change this layer
             return base(x)
         down, up = self.factors(name)
         up = up * self.scaling[name]
@@ -81,13 +81,13 @@ class ExactLoraLinear(PeftLinear):
             flat = cast("Tensor", _AtOnce.apply(flat, weight, low, up))
         else:
             flat = in_float32(flat, weight, low, up).to(x.dtype)
-        if base.bias is not None:  # not added to `low`, which would be rounded to the bias
+        if base.bias is not None:  # added last: in `low @ up` it would take part in the rounding
             flat = flat + base.bias
         return flat.view(*x.shape[:-1], -1)
 
 
 class _AtOnce(torch.autograd.Function):
-    """`at_once`, without a gradient of the weight, which torch would compute to leave it out."""
+    """`at_once`, without a gradient of the frozen weight, which torch would compute only to discard it."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
@@ -102,26 +102,26 @@ class _AtOnce(torch.autograd.Function):
 
 
 class AdaptedModel:
-    """A frozen base with named adapters, each of a shape of its own."""
+    """A frozen base with named adapters, each with its own shape."""
 
     def __init__(self, base: PreTrainedModel, config: LoraConfig) -> None:
         self.base = base
         self.config = config
-        """The shape of adapters that are added without one."""
+        """Config of adapters that are added without one."""
         self.configs: dict[str, LoraConfig] = {}
-        """Config of each existing adapter, by its name."""
+        """Config of each adapter, by its name."""
         self.switch = AdapterSwitch()
         self._told: set[tuple[str, ...]] = set()
-        """Sets of layers for which the log already says that they are computed by modules."""
+        """Sets of layers for which a warning has been logged that modules compute them."""
         self.layers: dict[str, ExactLoraLinear] = {}
-        """Those that some adapter changes, in the order of the base."""
+        """Layers that at least one adapter changes, in the order of the base."""
 
     def add(
         self, name: str, *, trainable: bool, seed: int, config: LoraConfig | None = None
     ) -> None:
-        """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1).
+        """Add an adapter that changes nothing yet: A is random from `seed`, B is zero (Hu et al. 2021, §4.1).
 
-        Raises `ModelError` for impossible targets; then all is as before.
+        Raises `ModelError` for impossible targets; the model is then unchanged.
         """
         assert name not in self.configs, f"there is an adapter {name} already"
         with self._others_as_they_are():
@@ -139,11 +139,11 @@ class AdaptedModel:
                     parameter.zero_()
 
     def remove(self, name: str) -> None:
-        """Remove an adapter. A layer that no other one changes is the base's own again."""
+        """Remove an adapter. A layer that no other adapter changes becomes the base's plain layer again."""
         self.configs.pop(name, None)
         with self._others_as_they_are():
             for path, layer in self._adapted_modules():
-                layer._active_adapter = []  # peft would make another one act, and warn of it
+                layer._active_adapter = []  # peft would activate another one, and warn about it
                 layer.delete_adapter(name)
                 if not layer._all_available_adapter_names():
                     self.base.set_submodule(path, layer.get_base_layer())
@@ -155,7 +155,7 @@ class AdaptedModel:
         return {path: layer for path, layer in self.layers.items() if name in layer.lora_A}
 
     def native(self, name: str) -> NativeModel | None:
-        """The base as plain matrices; None, with the reason in the log, if that is not possible, or not with this adapter."""
+        """The base as plain matrices. None, with the reason in the log, if it or this adapter does not allow that."""
         model = native_model(self.base)
         if model is None:
             return None
@@ -170,7 +170,7 @@ class AdaptedModel:
         return None if others else model
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
-        """The adapter's factors under the names that peft gives them in files, sorted."""
+        """The adapter's factors by the names that peft gives them in files, sorted."""
         found: dict[str, nn.Parameter] = {}
         for path, layer in self.layers_of(name).items():
             down, up = layer.factors(name)
@@ -179,7 +179,7 @@ class AdaptedModel:
         return dict(sorted(found.items()))
 
     def low_rank(self, name: str) -> dict[str, Factors]:
-        """The factors of the adapter by the layer's name in the base; they are not copies."""
+        """The adapter's factors by the layer's name in the base; not copies."""
         return {
             path: Factors(*layer.factors(name), layer.scaling[name])
             for path, layer in self.layers_of(name).items()
@@ -191,7 +191,7 @@ class AdaptedModel:
 
     @contextlib.contextmanager
     def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
-        """The base with this adapter acting (None: the plain base)."""
+        """The base with this adapter active (None: the plain base)."""
         assert name is None or name in self.configs, f"there is no adapter {name}"
         before = self.switch.active, self.switch.dropout
         self.switch.active, self.switch.dropout = name, dropout
@@ -201,7 +201,7 @@ class AdaptedModel:
             self.switch.active, self.switch.dropout = before
 
     def save(self, name: str, folder: Path) -> None:
-        """Write the adapter as peft does, so that peft, transformers and vLLM load it; OSError if the disk refuses."""
+        """Write the adapter as peft does, so peft, transformers and vLLM can load it. Raises OSError if the files cannot be written."""
         tensors = {
             key: value.detach().cpu().clone() for key, value in self.parameters(name).items()
         }
@@ -231,7 +231,7 @@ class AdaptedModel:
                 for each in targets_given
                 if not any(path.endswith(f".{each}") for path in paths)
             ]
-            if others or idle or not paths:  # not plain linear, or silently ignored by peft
+            if others or idle or not paths:  # not plain linear, or ignored by peft
                 wrong = ", ".join(others[:4] or idle) or "none was found"
                 raise ValueError(f"an adapter needs linear layers ({wrong})")
         except ValueError as error:
@@ -243,7 +243,7 @@ class AdaptedModel:
             layer.switch = self.switch
 
     def _take_stock(self) -> None:
-        """Update the layers with adapters. The config that peft keeps at the base is dropped: it is the last adapter's alone."""
+        """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
         vars(self.base).pop("peft_config", None)
         found = self._adapted_modules()
         self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}
@@ -257,7 +257,7 @@ class AdaptedModel:
 
     @contextlib.contextmanager
     def _others_as_they_are(self) -> Generator[None]:
-        """Keeps the adapters that are trained as their owners chose: peft would allow only one. The base stays frozen."""
+        """Keep the other adapters trainable or not, as their owners chose; peft would train only one. The base stays frozen."""
         owned = [each for name in self.configs for each in self.parameters(name).values()]
         trained = [parameter for parameter in owned if parameter.requires_grad]
         try:
@@ -269,7 +269,7 @@ class AdaptedModel:
 
 
 def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """The linear layers of a base, by their full names: those of `attention`, of the `mlp`, and the output head, `unembed`."""
+    """The linear layers of a base by their full names, grouped as `attention`, `mlp`, and the output head, `unembed`."""
     head = base.get_output_embeddings()
     kinds: dict[str, list[str]] = {"attention": [], "mlp": [], "unembed": []}
     for path, module in base.named_modules():
@@ -282,7 +282,7 @@ def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
-    """The peft config of a fresh adapter."""
+    """The peft config of a new adapter."""
     targets = settings.target_modules
     return LoraConfig(
         r=settings.r,
@@ -300,7 +300,7 @@ def scaling_of(config: LoraConfig) -> float:
 
 
 def described_adapter(config: LoraConfig) -> dict[str, Any]:
-    """The content of adapter_config.json, as it can be written in JSON."""
+    """The content of adapter_config.json, with JSON types only."""
     described = {**config.to_dict(), "inference_mode": True}
     return json.loads(json.dumps(described, default=_to_json))
 
@@ -323,7 +323,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
         ["bias"] if stored.get("bias", "none") != "none" else []
     )
     start = stored.get("init_lora_weights", True)
-    if start not in PLAIN_STARTS:  # the others change the base too, which the file does not hold
+    if start not in PLAIN_STARTS:  # other starts change the base too, and the file does not hold it
         extra.append(f"init_lora_weights={start}")
     if extra:
         raise ModelError(
@@ -384,7 +384,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def no_target(base: PreTrainedModel, problem: str) -> str:
-    """Message that explains the problem with `lora.target_modules` and names the layers there are."""
+    """Message about a problem with `lora.target_modules` that lists the kinds of linear layers of the base."""
     kinds = sorted(
         {
             path.removesuffix(".base_layer").rsplit(".", 1)[-1]

@@ -1,9 +1,10 @@
-"""Finds out what this machine can do, and sets up a process for it.
+"""Detects the abilities of this machine, and sets up a process for them.
 
-Before a run this only reads files where possible (which device, which instructions), because torch takes a second to import.
+Before a run this module only reads files where possible (for the device and the instruction sets), because importing torch takes a second.
 
-A container's limit (`docker --cpus`, a limit of Kubernetes) leaves every core visible. The kernel reports it in files of control groups,
-which come in two versions. Groups are nested, and the narrowest limit holds; in a container often only the root is visible.
+A container's CPU limit (`docker --cpus`, a limit of Kubernetes) leaves every core visible. The kernel reports it in files of control
+groups (cgroups), which come in two versions. Groups are nested, and the narrowest limit holds; in a container often only the root group
+is visible.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from groupwise.engine.models.config import Dtype, ModelConfig
 CPUINFO = Path("/proc/cpuinfo")
 DEVICES = Path("/dev")
 DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
-"""Device files on Linux of the GPUs that torch can use: NVIDIA's, those of its small boards and of WSL, AMD's."""
+"""Linux device files of GPUs that torch can use: NVIDIA's, those of its Jetson boards and of WSL, AMD's."""
 INSTRUCTIONS = {"AVX512": {"avx512vl", "avx512bw", "avx512dq", "fma"}, "AVX2": {"avx2", "fma"}}
-"""Instruction sets of torch with the processor flags that each needs; torch uses the first that the processor has."""
+"""Instruction sets that torch distinguishes, with the CPU flags that each needs; torch uses the first that the CPU has."""
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3)."""
 
@@ -47,7 +48,7 @@ def choose_device() -> str:
 
 @cache
 def _build() -> ModuleType:
-    """Torch's build facts, from a file that can be read without importing torch."""
+    """The `version` module of torch, loaded without importing torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise ModuleNotFoundError("torch is missing: pip install groupwise[train]", name="torch")
@@ -68,7 +69,7 @@ def gpu_count() -> int:
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
-    """`model.dtype`, or for `auto` float32 if all weights are trained, else bfloat16 if the processor has it."""
+    """`model.dtype`; for `auto` it is float32 if all weights are trained or the device lacks bfloat16, else bfloat16."""
     if full and config.dtype == "bfloat16":
         raise ModelError(
             "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
@@ -82,7 +83,7 @@ def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
 
 
 def has_bfloat16(device: str) -> bool:
-    """True if the device multiplies bfloat16 itself. Other processors emulate it, slower than float32."""
+    """True if the device has bfloat16 instructions. Other devices emulate them, more slowly than float32."""
     if device == "cpu" and (flags := _flags()):
         return not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
     import torch
@@ -90,13 +91,13 @@ def has_bfloat16(device: str) -> bool:
     if device != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     found = torch.cpu.get_capabilities()
-    if found.get("architecture") == "x86_64":  # there oneDNN's own answer is yes for emulation, too
+    if found.get("architecture") == "x86_64":  # oneDNN's own check is also true for emulation
         return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def describe_processor(device: str) -> str:
-    """The processor by its name, for a CPU with the instruction set that torch uses on it."""
+    """Name of the GPU or CPU; for a CPU with the instruction set that torch uses on it."""
     if device == "cpu":
         return f"{_cpu_line('model name') or platform.processor() or platform.machine()} ({_instructions()})"
     import torch
@@ -105,7 +106,7 @@ def describe_processor(device: str) -> str:
 
 
 def _instructions() -> str:
-    """The processor's instruction set, in torch's words."""
+    """The CPU's instruction set, by torch's name for it."""
     if "ATEN_CPU_CAPABILITY" not in os.environ:
         flags = _flags()
         for name, needed in INSTRUCTIONS.items():
@@ -117,12 +118,12 @@ def _instructions() -> str:
 
 
 def _flags() -> set[str]:
-    """Flags of an x86 processor, as Linux reports them; empty elsewhere."""
+    """Flags of an x86 CPU, as Linux reports them; empty on other systems."""
     return set(_cpu_line("flags").split())
 
 
 def _cpu_line(key: str) -> str:
-    """The value of this key for the first processor; empty if there is none."""
+    """The value of this key in /proc/cpuinfo for the first core; empty if missing."""
     with contextlib.suppress(OSError):
         for line in CPUINFO.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -132,7 +133,7 @@ def _cpu_line(key: str) -> str:
 
 
 def torch_version() -> str:
-    """Version of torch, with the installed variant."""
+    """Version of torch, including the installed variant (`+cpu`, `+cu126`)."""
     return str(_build().__version__)
 
 
@@ -144,19 +145,19 @@ def set_threads(threads: int) -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Set torch's threads, let a GPU sum products in float32, and let the allocator keep freed memory.
+    """Set torch's threads, make GPUs sum products in float32, and make the allocator keep freed memory.
 
-    On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
+    On virtual machines the first access to fresh memory can cost more than the arithmetic on it.
     """
     import torch
 
     set_threads(threads)
-    # Else a GPU may round partial sums to bfloat16, in which small changes of an adapter are lost.
+    # Otherwise a GPU may round partial sums to bfloat16, which loses small changes of an adapter.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(TRIM_THRESHOLD, -1)  # give nothing back, however much is free
+        libc.mallopt(TRIM_THRESHOLD, -1)  # never return memory to the system
         libc.mallopt(TOP_PAD, 64 << 20)
 
 
@@ -170,13 +171,13 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 _ROOTS = ("0::/", "0:cpu:/")
-"""Root groups of both cgroup versions, as lines of `OWN_GROUPS`."""
+"""Root groups of both cgroup versions, in the format of `OWN_GROUPS`."""
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""Files of both versions with the microseconds of computing allowed, and the microseconds of the period for them."""
+"""Files of both cgroup versions that hold the allowed CPU time and the period for it, both in microseconds."""
 
 
 def available_cores() -> int:
-    """Number of cores that this process may use: those that it is bound to, or its container's share of their time, which is rounded up."""
+    """Number of cores that this process may use: its CPU affinity, or its container's share of CPU time (rounded up) if that is less."""
     if hasattr(os, "sched_getaffinity"):
         bound_to = len(os.sched_getaffinity(0))
     else:
@@ -186,9 +187,9 @@ def available_cores() -> int:
 
 
 def _groups() -> Iterator[Path]:
-    """The folders of the groups that this process is in."""
+    """Folders of the cgroups of this process and of their parents."""
     lines = [*_ROOTS]
-    with suppress(OSError):  # a system without them
+    with suppress(OSError):  # a system without cgroups
         lines += OWN_GROUPS.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -199,7 +200,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _limit(group: Path) -> int | None:
-    """Cores that the group alone allows; None if it has no limit of its own."""
+    """Cores that this one group allows, rounded up; None if it sets no limit."""
     for names in _LIMITS:
         with suppress(OSError, ValueError):  # no such files, or `max`
             text = " ".join((group / name).read_text() for name in names)

@@ -1,7 +1,7 @@
-"""Recognises errors about memory that ran out, and says how to need less of it.
+"""Recognises out-of-memory errors, and tells the user how to need less memory.
 
-A GPU's memory and numpy's have errors of their own; a processor's is a RuntimeError of torch that only its text identifies; a refusal
-by the system is an OSError. None of this needs torch, so that code which reports a failure can use it without importing torch.
+GPUs and numpy have their own exceptions for it. On a CPU torch raises a RuntimeError that only its text identifies; a refusal by the
+operating system is an OSError. None of this needs torch, so code that reports a failure can use it without importing torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from groupwise.core.errors import OutOfMemoryError
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Torch's messages: on a GPU, on a processor, from a library on a GPU."""
+"""Parts of torch's messages: on a GPU, on a CPU, from a library on a GPU."""
 NEEDS_LESS = (
     "lower training.max_tokens_per_microbatch, sampler.max_num_seqs or run.processes, set training.gradient_checkpointing, "
     "set model.dtype to bfloat16, or take a smaller model"
@@ -36,9 +36,9 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemoryError:
-    """The error in words for people; `doing` names the work that needed the memory, as in `while learning`."""
+    """An error with a message for users; `doing` names the work that needed the memory, as in `while learning`."""
     text = str(error)
-    phrase = "Cannot allocate memory"  # the phrases by which programs that read logs know it
+    phrase = "Cannot allocate memory"  # the phrases by which programs that read logs recognise it
     if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
         phrase = "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
     size = ""

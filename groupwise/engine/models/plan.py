@@ -1,11 +1,11 @@
 """Estimates what a model will need, from its config alone: room for prompts, parameters, memory. No weights are loaded.
 
-Memory is that of the engines that will compute the model: our own if it has a native form, else those over transformers' modules
-(`groupwise.engine.models.footprint`). If a run has several processes, it is that of all of them together: they share what the first one
-built before the fork as long as none of them writes to it.
+Memory is that of the engines that will compute the model: our own if it has a native form, otherwise those over transformers' modules
+(`groupwise.engine.models.footprint`). For a run with several processes it is the total of all of them. Memory that the first process
+filled before the fork is shared, as long as none of them writes to it.
 
-Most models are counted by arithmetic (`groupwise.engine.models.decoder_shapes`). Only for the others torch, transformers' models and peft
-are imported, which takes seconds.
+Most models are counted by arithmetic (`groupwise.engine.models.decoder_shapes`). Only the other models need an import of torch,
+transformers and peft, which takes seconds.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MIB = 2**20
 PROCESS_MIB = 600.0
 """MiB of a process that has imported torch and transformers and has computed something."""
 RANK_MIB = 150.0
-"""MiB of that which each rank has for itself once it has computed; the rest is shared."""
+"""MiB that each rank does not share with the zygote once it has computed; the rest is shared."""
 MAIN_MIB = 150.0
-"""MiB of the main process beside ranks: there it imports no torch."""
+"""MiB of the main process of a run with ranks; it does not import torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +42,25 @@ class MemoryPlan:
     """Estimated memory of a run on its device, in MiB."""
 
     process: float
-    """The interpreter and its libraries, if the device is the processor."""
+    """The interpreter and its libraries; counted only if the device is the CPU."""
     weights: float
-    """Weights of the sampled model, and the native engines' copies of them in other orders."""
+    """Weights of the sampled model, and the native engines' reordered copies of them."""
     trained: float
-    """Trained weights, their gradient, both moments of AdamW, and of an adapter the copies of sampler and native engines."""
+    """Trained weights, their gradient and both moments of AdamW; for an adapter also the copies of the sampler and the native engines."""
     reference: float
     """The frozen copy that full fine-tuning with beta > 0 needs."""
     keys_and_values: float
     """Keys and values of all slots and their prompts."""
     activations: float
-    """Activations of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing the inputs
-    of all layers, and what one of them computes again."""
+    """Activations of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing only the
+    inputs of all layers, and the recomputed activations of one layer."""
     update: float
-    """Temporary numbers of AdamW; or, if all weights are trained, the second copy that the sampler has while it takes new ones. There are
-    no activations then, so that only the larger one counts."""
+    """Temporary numbers of AdamW. If all weights are trained, the sampler's second copy of them while it loads new ones, if that is larger.
+    Activations are free at that time, so only the larger of the two counts."""
 
     @property
     def total(self) -> float:
-        """MiB at the most expensive moment."""
+        """Peak in MiB."""
         idle = min(self.activations, self.update)
         return sum(asdict(self).values()) - idle
 
@@ -76,21 +76,21 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """The most that a process decodes at once."""
+    """The most that one process decodes at once."""
 
     slots: int
     key_length: int
-    """Tokens of a prompt with its completion."""
+    """Most tokens of a prompt together with its completion."""
     completion: int
     """Tokens of the longest completion."""
     prompts: int
-    """Number of prompts of the slots; members of a group share one."""
+    """Number of distinct prompts in the slots; members of a group share one."""
     prompt: int
-    """Tokens of the longest one."""
+    """Tokens of the longest prompt."""
 
 
 def prompt_room(config: ModelConfig, completion: int) -> int:
-    """Most tokens that a prompt may have beside a completion of the given length."""
+    """Most tokens that a prompt may have if the completion may have `completion` tokens."""
     shapes = read_decoder(config)
     longest = (
         getattr(_text_config(config), "max_position_embeddings", None)
@@ -102,7 +102,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
 
 
 def vocabulary(config: ModelConfig) -> int:
-    """Number of token ids with an embedding; ids run from 0 to one less."""
+    """Number of token ids with an embedding; ids are 0 to this number less one."""
     return _sizes(config).vocabulary
 
 
@@ -121,9 +121,9 @@ def plan_model(
 ) -> ModelPlan:
     """Count parameters, and estimate the memory of a run.
 
-    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. The processes share
-    frozen weights; each has its own trained weights, beside those that they were forked from. `parts`: number of parts that the weights are
-    divided into, of which a process has one; they are then computed by modules.
+    `decoding` and `microbatch` (tokens) are per process, for each of the `processes`; without `decoding` nothing is sampled. The processes
+    share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
+    that the weights are divided into; each process holds one, and transformers' modules then compute them.
     """
     counts = count(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -139,7 +139,7 @@ def plan_model(
     full = parts if lora is None else 1
     of_one = held.activations(microbatch, recompute=gradient_checkpointing)
     interpreters = PROCESS_MIB
-    if processes > 1:  # the loop's, the zygote's, and what each rank does not share with the zygote
+    if processes > 1:  # the main process, the zygote, and the memory that each rank does not share
         interpreters = MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
     memory = MemoryPlan(
         process=interpreters if device == "cpu" else 0.0,
@@ -157,12 +157,12 @@ def plan_model(
 
 
 def largest_microbatch(budget: int, longest: int, everything: int) -> int:
-    """Tokens of the largest micro-batch: the budget, or the longest row if that is longer, but at most `everything`."""
+    """Tokens of the largest micro-batch: the budget, or the longest row if it is longer, but at most `everything`, all tokens of a step."""
     return min(max(budget, longest), everything)
 
 
 def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
-    """Bytes that the sampler holds of so many tokens on a GPU: their keys and values in all layers."""
+    """Bytes of the keys and values of `tokens` tokens in all layers, as a sampler caches them on a GPU."""
     return slot_cache(_sizes(config), bytes_of(dtype), tokens)
 
 
@@ -172,12 +172,12 @@ def all_parameters(config: ModelConfig) -> int:
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
-    """Number of trained parameters: those of the adapter (the given one or a new one), or all."""
+    """Number of trained parameters: those of the adapter (the configured or a new one), or all without `lora`."""
     return count(config, lora).trained
 
 
 def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
-    """Count by arithmetic if the model's config.json allows it, else on a model without storage."""
+    """Count by arithmetic if the model's config.json allows it, otherwise on a model without storage (meta tensors)."""
     shapes = read_decoder(config)
     counted = None if shapes is None else shapes.counts(config, lora)
     if counted is not None:

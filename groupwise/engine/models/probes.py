@@ -1,4 +1,4 @@
-"""Measurements that need torch: the device's facts and memory use, and its generator's numbers."""
+"""Measurements that need torch: a device's memory and its use, and the numbers of torch's generator."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from groupwise.runs import publications
 
 SIZES = Path("/proc/self/smaps_rollup")
-"""A process's memory by kinds. Linux has this file since 4.14, but not every sandbox does."""
+"""A process's memory by kind. Linux has this file since 4.14, but some sandboxes lack it."""
 
 
 def free_memory(device: str) -> int | None:
-    """Bytes that can still be had on the device, also within a container's limit; None if the system does not tell."""
+    """Free bytes on the device, also considering a container's limit; None if the system does not report them."""
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -25,12 +25,12 @@ def free_memory(device: str) -> int | None:
 
 
 def gpu_memory(device: str) -> int:
-    """Bytes that a GPU has, whether they are free or not."""
+    """Total bytes of a GPU's memory."""
     return torch.cuda.mem_get_info(device)[1]
 
 
 def peak_memory(device: str) -> int:
-    """Peak memory in bytes: of the device by torch, on a CPU of the whole process."""
+    """Peak memory in bytes: torch's on a GPU, the whole process's on a CPU."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -38,8 +38,8 @@ def peak_memory(device: str) -> int:
 
 
 def shared_memory() -> int | None:
-    """Bytes of this process that others have in the same place, such as what was there before a fork; None if the system does
-    not tell."""
+    """Bytes of this process that it shares with others, such as memory from before a fork; None if the system does not
+    report them."""
     try:
         lines = SIZES.read_text().splitlines()
     except OSError:
@@ -48,6 +48,6 @@ def shared_memory() -> int | None:
 
 
 def random_start(seed: int, count: int) -> list[float]:
-    """The first numbers of the generator from which an adapter's start is drawn."""
+    """The first numbers of the generator from which a new adapter is initialised."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, generator=generator).tolist()

@@ -1,7 +1,6 @@
-"""Records what torch does during a piece of work: every operator with its time, as a trace to look at and as a table.
+"""Records torch's operations during a piece of work: every operator with its time, as a trace file and as a table.
 
-The trace holds the work of this process and of its GPU. The calls of a learner can be marked in it, which shows the operators that belong
-to each.
+The trace covers this process and its GPU. A learner's calls can be marked in it, which shows the operators that belong to each call.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from groupwise.core.types import (
 )
 
 OPERATORS = 40
-"""Lines of the table."""
+"""Number of lines in the table."""
 NAME_WIDTH = 60
 QUIET = "6"
-"""Log level for torch's tracer, which silences it on standard error; read when it traces for the first time."""
+"""Log level that silences torch's tracer on standard error; the tracer reads it when it first traces."""
 
 
 class Trace:
-    """A recording of torch's work; complete when `traced` is left."""
+    """A recording of torch's work; complete once the `traced` context has ended."""
 
     def __init__(self, profiler: profile) -> None:
         self._profiler = profiler
 
     def write(self, file: Path) -> None:
-        """Write it in Chrome's trace format, which Perfetto and chrome://tracing show; OSError if the disk refuses."""
-        with file.open("w"):  # its error says why the disk refuses
+        """Write it in Chrome's trace format, for Perfetto and chrome://tracing. Raises OSError if the file cannot be written."""
+        with file.open("w"):  # the profiler's own error would not give the reason
             pass
         self._profiler.export_chrome_trace(str(file))
 
     def table(self) -> str:
-        """The operators that took longest themselves, without the ones that they call."""
+        """The operators with the longest own time, excluding operators that they call."""
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         return self._profiler.key_averages().table(
             sort_by=order, row_limit=OPERATORS, max_name_column_width=NAME_WIDTH
@@ -54,7 +53,7 @@ class Trace:
 
 @contextmanager
 def traced() -> Generator[Trace]:
-    """Trace what this thread does while it is open, and what it starts on a GPU. Results stay the same, it only gets slower."""
+    """Trace this thread's operations, and those it starts on a GPU. Results do not change; the work is slower."""
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -64,7 +63,7 @@ def traced() -> Generator[Trace]:
 
 
 class MarkedLearner:
-    """A learner whose calls stand in the trace by their names."""
+    """A learner whose calls are marked in the trace by their names."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner

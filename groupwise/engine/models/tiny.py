@@ -1,8 +1,7 @@
 """The model `tiny`: a real Llama of a few thousand random parameters over single characters.
 
-It needs no download and answers in milliseconds, so that every command can be tried on any machine in seconds. It knows
-nothing: use it to see machinery work, and on toy tasks that a random model can learn. Characters outside printable ASCII and
-newline become `<unk>`.
+It needs no download and answers in milliseconds, so every command can be tried on any machine in seconds. It knows nothing: use it to
+try the software, and for toy tasks that a random model can learn. Characters other than printable ASCII and newline become `<unk>`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finding a model's files, and its tokenizer, without loading the model.
+"""Finds a model's files, and its tokenizer, without loading the model.
 
-A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` says where its files are without loading them.
-There is no silent fallback: the message of an error names what was looked for, and where.
+A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` returns the location of its files without loading them. There is
+no silent fallback: an error's message names the model and the places searched.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ResolvedModel:
     local: bool
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments that transformers' loaders take. Offline they look in the hub's cache only, without waiting."""
+        """Keyword arguments for transformers' loaders. If the hub cannot be reached, they use only its local cache, without waiting."""
         if self.local:
             return {"local_files_only": True}
         return {"revision": self.revision, "local_files_only": not hub_errors.answers()}
 
 
 def resolve(config: ModelConfig) -> ResolvedModel:
-    """Find the files of `config.name`. Raises `ModelError` for a path that is not there or holds no model."""
+    """Find the files of `config.name`. Raises `ModelError` for a path that does not exist or holds no model."""
     name = config.name
     if name in ALIASES:
         folder = bundled_folder(name)
@@ -72,7 +72,7 @@ def resolve(config: ModelConfig) -> ResolvedModel:
 
 
 def locate(config: ModelConfig) -> ResolvedModel:
-    """Like `resolve`, for callers that read more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
+    """Like `resolve`, for callers that read more than the tokenizer. Also raises `ModelError` for a revision without effect."""
     resolved = resolve(config)
     if resolved.local and config.revision is not None:
         raise ModelError(
@@ -83,7 +83,7 @@ def locate(config: ModelConfig) -> ResolvedModel:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and the arguments for it."""
+    """The model's tokenizer, with `model.chat_template` if that is set, and with the template's arguments."""
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
         file = Path(resolved.location, "tokenizer_config.json")
@@ -105,7 +105,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def import_class() -> None:
-    """Import the classes of tokenizers sent from another process, without torch; it saves half a second later."""
+    """Import the class of tokenizers that another process sends, without torch; this saves half a second when one is unpickled."""
     from transformers import PreTrainedTokenizerFast
 
     assert PreTrainedTokenizerFast
@@ -113,7 +113,7 @@ def import_class() -> None:
 
 @contextlib.contextmanager
 def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
-    """Turn a loader's error into a message that says what was looked for and where, or that memory ran out."""
+    """Turn a loader's error into a message that names the file and the places searched, or says that memory ran out."""
     try:
         with memory_explained(f"loading the {what} {config.name!r}"):
             yield

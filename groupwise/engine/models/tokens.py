@@ -1,8 +1,8 @@
-"""Turns prompts into token ids, and token ids into the text that rewards see.
+"""Converts prompts to token ids, and token ids to the text that rewards receive.
 
-Text prompts are tokenised as they stand: special tokens in them are parsed, no template is applied, and a beginning-of-sequence
-token is added only if the model wants one and the text does not begin with it. Chat prompts go through the chat template
-and end where the model goes on (see `chat_template`); special tokens in their messages are text (see `control_tokens`).
+Text prompts are tokenised unchanged: special tokens in them are parsed, no template is applied, and a beginning-of-sequence token is added
+only if the model uses one and the text does not start with it. Chat prompts go through the chat template and end at the point where the
+model continues (see `chat_template`); special tokens in their messages are plain text (see `control_tokens`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def prompt_ids(
     tools: Sequence[Any] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises `TaskError` if it is empty or there is no template for a chat prompt.
+    """Token ids of a prompt. Raises `TaskError` if it is empty, or if it is a chat and there is no template.
 
-    A chat's template also receives `tools` and `template_kwargs`; text has no template.
+    A chat's template also receives `tools` and `template_kwargs`; for a text prompt they are refused.
     """
     if isinstance(prompt, str):
         if tools or template_kwargs:
@@ -42,7 +42,7 @@ def prompt_ids(
         text = prompt_text(tokenizer, chat)
         try:
             ids = text_ids(tokenizer, text)
-        except TypeError as error:  # no valid Unicode
+        except TypeError as error:  # invalid Unicode
             raise Refused(refusal(error, chat.messages)) from error
     if not ids:
         raise TaskError("A prompt has no tokens: an empty text cannot be completed.")
@@ -50,7 +50,7 @@ def prompt_ids(
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Tokens of a piece of text, special tokens in it parsed, none added; not those that `break_control_tokens` has broken."""
+    """Token ids of a text. Special tokens in it are parsed, except those that `break_control_tokens` has broken; none is added."""
     return tuple(
         token
         for piece in pieces(text)
@@ -59,12 +59,12 @@ def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The completion as text, special tokens left out, spaces as they were written."""
+    """The completion as text, without special tokens, with spaces unchanged."""
     return tokenizer.decode(
         list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
 
 
 def rendered(tokenizer: Any, ids: Sequence[int]) -> str:
-    """A prompt as the model sees it, special tokens included; for people."""
+    """A prompt as the model sees it, including special tokens; for display."""
     return tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -1,9 +1,9 @@
-"""Finds out how a chat template takes the tool calls of a conversation, because templates differ.
+"""Determines in which form a chat template accepts the tool calls of a conversation, because templates differ.
 
-Most templates take arguments as objects; some fail on these, or write them as Python does, and take JSON text. Some ask if the
-content beside a call is none, but transformers takes keys that hold None out of messages: these are changed to ask if it is missing.
-Renders of the conversation show which way is right. A template that leaves calls out gets them as text, in the form in
-which a model's calls are read: a `<tool_call>` with JSON.
+Most templates take arguments as objects. Some fail on objects, or write them in Python's syntax, and need JSON text. Some test
+whether the content next to a call is none, but transformers removes keys whose value is None; their text is changed to test for a missing
+key. Trial renders of the conversation show which form works. If a template omits calls, they are written into the message as text, in
+the form in which a model's calls are parsed: a `<tool_call>` with JSON.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from groupwise.api.http.strict_json import NotStrict, parse_inner
 from groupwise.core.types import Message
 
 PROBE = "probed_call"
-"""Placeholder for a function's name, to see if a render contains its call."""
+"""Placeholder for a function's name, used to see whether a render contains the call."""
 
 _BLOCKS = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
-"""Statements and expressions in a chat template: all that is not copied as it stands."""
+"""Matches statements and expressions in a chat template: everything that is not copied verbatim."""
 
 _IS_NONE = re.compile(r"(\bis\s+(?:not\s+)?|[=!]=\s*)[nN]one\b")
 
@@ -30,7 +30,7 @@ _IS_NONE = re.compile(r"(\bis\s+(?:not\s+)?|[=!]=\s*)[nN]one\b")
 def written_calls(
     tokenizer: Any, messages: Sequence[Message], template: str, arguments: Mapping[str, Any]
 ) -> tuple[list[Message], str]:
-    """The messages and the template for the first way that renders all calls. Raises what the template raises, or ValueError."""
+    """The messages and the template in the first form that renders all calls. Raises the template's error, or ValueError."""
     functions = [
         call.get("function", call)
         for message in messages
@@ -57,7 +57,7 @@ def written_calls(
             )
             if made.count(PROBE) < len(functions):
                 raise ValueError("it does not write all tool calls")
-        except Exception as error:  # noqa: BLE001 - a template raises anything; reported if no way is left
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; reported if no form works
             problems.append(error)
             continue
         write = _json if as_json else str
@@ -72,7 +72,7 @@ def written_calls(
 
 
 def _as_text(message: Message) -> Message:
-    """A message whose calls stand in its content."""
+    """The message with its calls written as text in its content."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -91,7 +91,7 @@ def _as_text(message: Message) -> Message:
 def _with_functions(
     messages: Sequence[Message], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> list[Message]:
-    """The messages with each function that they call changed."""
+    """The messages with `change` applied to each called function."""
 
     def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
         return (

@@ -35,7 +35,7 @@ class TemperatureSchedule(Strict):
         return self.end
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A temperature of hot steps that there are not."""
+        """A `high_temperature` without steps that use it."""
         if self.high_temperature is not None and self.high_temperature_every is None:
             yield Conflict(
                 f"high_temperature is {self.high_temperature:g}, but high_temperature_every is null, so that no step has it. Set it, or "
@@ -59,9 +59,9 @@ SERVER_KEYS = (
     "tensor_parallel_size",
     "max_model_len",
 )
-"""Keys of the engine vllm, which say where and how it is asked, not what for."""
+"""Keys of the engine vllm about where and how servers are called; they do not affect the draws."""
 OWN_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
-"""Those of them that are passed on to a server which the run starts for itself."""
+"""Those keys that are passed to a server which the run starts itself."""
 
 
 class SamplerConfig(Strict):
@@ -209,7 +209,7 @@ class SamplerConfig(Strict):
         return self.temperature_schedule.at(step) if self.temperature_schedule else self.temperature
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two ways of setting the temperature, and keys of another engine."""
+        """Two settings of the temperature, and keys of another engine."""
         if self.engine == "vllm":
             yield from self._server_conflicts()
         for key in SERVER_KEYS if self.engine != "vllm" else ():

@@ -1,11 +1,12 @@
 """Draws one token for each row: a counter-based uniform number, inverted through the cumulative distribution.
 
-The uniform number depends on the member's seed and the token's position alone, never on the rest of the batch. The search is
-in two levels (blocks of the vocabulary, then within a block), so that the exponentials are computed once.
+The uniform number depends only on the member's seed and the token's position, never on the rest of the batch. The search has two levels
+(blocks of the vocabulary, then within a block), so that the exponentials are computed once.
 
-Some tokens are left out before. Stop tokens that come too early are part of what the learner trains (`groupwise.core.types.MaskedTokens`),
-so its log-probabilities leave them out as well. The tokens that top_k, top_p and min_p leave out depend on the policy itself and would
-change with it, so completions drawn with these are never trained on. The tokens that a row may draw depend on the row alone.
+Some tokens are excluded first. Excluding stop tokens that come too early is part of what the learner trains
+(`groupwise.core.types.MaskedTokens`), so its log-probabilities exclude them as well. The tokens that top_k, top_p and min_p exclude depend
+on the policy itself and would change with it, so completions drawn with these are never trained on. The tokens that a row may draw depend
+only on that row.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ BELOW_ONE = 1 - 1e-12
 def draw_tokens(
     logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature; logits may be in any format.
+    """Draw tokens [S] at their temperatures; also returns their log-probabilities [S] (nats, float32). Logits may be in any format.
 
     A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Pass temperatures
-    and uniform numbers on the processor: otherwise a GPU must be waited for to read them.
+    and uniform numbers on the CPU: reading them from a GPU would wait for the GPU.
     """
     kernels = kernels_for(logits_SV)
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())
     divisors_S = temperatures_S.masked_fill(greedy_S, 1.0) if some_greedy else temperatures_S
-    # Dividing by 1 changes nothing, but takes a pass over the logits.
+    # Dividing by 1 changes nothing, but costs a pass over the logits.
     plain = bool((divisors_S == 1).all())
     device = logits_SV.device
     greedy_S, divisors_S = greedy_S.to(device), divisors_S.to(device)
@@ -67,7 +68,7 @@ def draw_tokens(
 
 def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
-    # Rounding may carry a target up to its total, beyond the last token that has weight: stay just below.
+    # Rounding may raise a target to its total, beyond the last token that has weight: stay just below.
     targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
     block_S1 = torch.searchsorted(cumulative_SK, targets_S1, right=True).clamp_max(
         sums_SK.shape[1] - 1
@@ -78,7 +79,7 @@ def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary
     inside_SB = weights_SKB[rows_S, block_S1[:, 0]].double().cumsum(-1)
     rest_S1 = torch.minimum(rest_S1, inside_SB[:, -1:] * BELOW_ONE)
     offset_S1 = torch.searchsorted(inside_SB, rest_S1, right=True)
-    # Only logits that are not numbers reach beyond the end; their log-probability shows it.
+    # Only NaN or infinite logits reach beyond the end; their log-probability shows it.
     return (block_S1 * BLOCK + offset_S1)[:, 0].clamp_max(vocabulary - 1)
 
 
@@ -86,13 +87,13 @@ Truncation = tuple[int | None, float | None, float | None]
 """top_k, top_p and min_p, in the order in which they are applied."""
 
 FIRST_SORTED = 256
-"""Number of most probable tokens that are tried first for top_p; they nearly always suffice."""
+"""Number of most probable tokens that are tried first for top_p; they are nearly always enough."""
 
 
 def without_early_stops(
     logits_SV: Tensor, params: Sequence[SamplingParams | None], lengths: Sequence[int]
 ) -> Tensor:
-    """The logits, -inf for the stop tokens of rows that have fewer than `min_tokens` tokens so far; None: an empty row."""
+    """The logits, with -inf for the stop tokens of rows that have fewer than `min_tokens` tokens so far; None marks a padding row."""
     early = [
         (row, token)
         for row, (each, length) in enumerate(zip(params, lengths, strict=True))
@@ -110,11 +111,11 @@ def without_early_stops(
 def truncate(
     logits_SV: Tensor, temperatures_S: Tensor, params: Sequence[SamplingParams | None]
 ) -> Tensor:
-    """The logits at the temperature (0: at 1), with -inf for the tokens that top_k, top_p and min_p leave out, each applied to what the one
-    before it left; the most probable token stays.
+    """Set tokens that top_k, top_p and min_p exclude to -inf, computed at the row's temperature (at 1 for temperature 0).
 
-    They mean the same as in transformers' `generate`, but that tokens of the same logit stay or go together. All rows are
-    computed, in one shape, and only those that ask for it take the result: a row's last bits do not depend on the others.
+    Each rule applies to the tokens that the previous one kept; the most probable token stays. They mean the same as in transformers'
+    `generate`, except that tokens with equal logits are kept or excluded together. All rows are computed, in one shape, and only those
+    that request the rule use the result: a row's last bits do not depend on the others.
     """
     asked: list[Truncation | None] = [
         (each.top_k, each.top_p, each.min_p) if each is not None and each.truncates else None
@@ -140,9 +141,9 @@ def truncate(
 
 
 def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
-    """The least logit [S, 1] of the most probable tokens that together reach `top_p`, the one that crosses it included.
+    """The lowest logit [S, 1] of the most probable tokens that together reach `top_p`, including the one that crosses it.
 
-    Only so many of the best as are needed are sorted, because the whole vocabulary takes longer than the model.
+    Only as many of the best as needed are sorted, because sorting the whole vocabulary takes longer than the model.
     """
     totals_S1 = scaled_SV.logsumexp(-1, keepdim=True)
     count = FIRST_SORTED
@@ -157,5 +158,5 @@ def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
 
 
 def _best(scaled_SV: Tensor, count: int) -> Tensor:
-    """The largest logits of each row in falling order, all if there are fewer."""
+    """The largest logits of each row in descending order; all of them if there are fewer than `count`."""
     return scaled_SV.topk(min(count, scaled_SV.shape[1])).values

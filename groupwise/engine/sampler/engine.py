@@ -1,9 +1,9 @@
-"""Defines what a sampler needs of a model: prompts computed once, and rows that are moved one token forward together.
+"""Defines what a sampler needs from a model: prompts that are computed once, and rows that advance together by one token.
 
-A row is a completion in progress. Engines keep its keys and values; the sampler decides what it draws. A row's logits depend
-on its own tokens alone, bit for bit, never on the rows beside it.
+A row is a completion in progress. Engines keep its keys and values; the sampler draws its tokens. A row's logits depend on its own tokens
+alone, bit for bit, never on the other rows.
 
-`SlotEngine` does this for any transformers model; `groupwise.engine.sampler.native` has faster engines for known families.
+`SlotEngine` is for any transformers model; `groupwise.engine.sampler.native` has faster engines for known families.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from groupwise.engine.sampler.weights import ServedWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt that was computed; engines keep more of it in classes of their own."""
+    """A computed prompt; engines keep their caches in subclasses."""
 
     length: int
     """Length in tokens."""
     logits_V: Tensor
-    """Logits of the first token after it, in float32 or the model's own format."""
+    """Logits of the first completion token, in float32 or the model's own format."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,13 +35,13 @@ class Row:
 
     prompt: Prompt
     written: int = 0
-    """Tokens after the prompt that the engine has seen."""
+    """Tokens after the prompt that the engine has computed."""
     place: int | None = None
-    """Index under which the engine keeps it; None before its first token."""
+    """Index of the row in the engine's cache; None if the engine has not assigned one yet."""
 
     @property
     def position(self) -> int:
-        """Position of the next token that the engine will see."""
+        """Position of the next token that the engine will compute."""
         return self.prompt.length + self.written
 
 
@@ -49,18 +49,18 @@ class Engine(Protocol):
     """Computes logits for rows."""
 
     rows: list[Row]
-    """Rows in progress, in the order in which `decode` takes tokens and gives logits."""
+    """Rows in progress, in the order of `decode`'s tokens and logits."""
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """Compute a prompt."""
         ...
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """Compute several prompts, on a GPU together; each has the same bits as by itself."""
+        """Compute several prompts, on a GPU together; each gets the same bits as if computed alone."""
         ...
 
     def begin(self, prompt: Prompt) -> Row:
-        """Begin another row; the order of `rows` may change."""
+        """Add a row; the order of `rows` may change."""
         ...
 
     def finish(self, rows: Sequence[Row]) -> None:
@@ -72,11 +72,11 @@ class Engine(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take over changed weights; call it only while there are no rows."""
+        """Load changed weights; call it only while there are no rows."""
         ...
 
     def reset(self) -> None:
-        """Forget all rows, and the content of their caches, which may be NaN."""
+        """Drop all rows and the content of their caches, which may be NaN."""
         ...
 
 
@@ -88,9 +88,9 @@ class CachedPrompt(Prompt):
 
 
 class SlotEngine:
-    """An `Engine` over any transformers causal language model: a fixed number of slots, each with keys and values of its own.
+    """An `Engine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
 
-    Decoding always runs in the same shape (slots × key length), with empty slots computed and ignored, because another shape could change
+    Decoding always runs in the same shape (slots × key length); empty slots are computed and ignored, because another shape could change
     the last bits.
     """
 
@@ -149,7 +149,7 @@ class SlotEngine:
             return self._decoder.logits(hidden[:, 0])[places]
 
     def refresh(self) -> None:
-        """See `Engine.refresh`: the modules hold the weights themselves."""
+        """See `Engine.refresh`. Nothing to do: this engine computes with the modules' own weights."""
 
     def reset(self) -> None:
         """See `Engine.reset`."""

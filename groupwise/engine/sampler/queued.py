@@ -1,7 +1,7 @@
-"""The common part of all samplers in this process: groups that wait, one driver that serves them, and the handling of a drawn token.
+"""The common part of all samplers in this process: a queue of groups, one driver that serves them, and the handling of drawn tokens.
 
-Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them all; the subclass
-decides how their rows are computed. What a member draws depends on its seed and the logits of its own row only.
+Callers await `generate`, one call for each group, with any number of calls at once. A single driver task serves them all; the subclass
+decides how their rows are computed. A member's draw depends only on its seed and the logits of its own row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DecodeLayout:
     """Size of the batch that is decoded at once; part of a run's recorded layout."""
 
     slots: int
-    """Members decoded together, at most. At least 8: smaller matrix products take another path with other last bits."""
+    """Most members decoded together. At least 8: smaller matrix products use another code path with other last bits."""
     key_length: int
     """Longest prompt plus longest completion, in tokens."""
 
@@ -57,7 +57,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One group's request, its prompt once computed, and the future that its caller awaits."""
+    """One group's request, its prompt once it is computed, and the future that its caller awaits."""
 
     request: GroupRequest
     done: asyncio.Future[None]
@@ -66,7 +66,7 @@ class Ticket:
 
 
 class QueuedSampler(ABC):
-    """A `groupwise.core.types.Sampler` of weights in this process."""
+    """A `groupwise.core.types.Sampler` with weights in this process."""
 
     def __init__(self, weights: ServedWeights, tokenizer: Any, layout: DecodeLayout) -> None:
         if layout.slots < 8:
@@ -84,15 +84,15 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     async def _serve(self) -> None:
-        """Draw until no group is waited for, and yield to the event loop meanwhile."""
+        """Draw until no caller waits for a group; yield to the event loop in between."""
 
     @abstractmethod
     def _on_their_way(self) -> Sequence[Member]:
-        """Members that have begun and not ended."""
+        """Members that have started and not finished."""
 
     @abstractmethod
     def _forget(self, ticket: Ticket) -> None:
-        """Called once no caller waits for this group any more."""
+        """Called when the caller of a group no longer waits for it: remove its rows."""
 
     @abstractmethod
     def _reset(self) -> None:
@@ -100,7 +100,7 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     def _refresh(self) -> None:
-        """Take over changed weights; there are no rows in progress."""
+        """Load changed weights into the engine; there are no rows in progress."""
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
@@ -115,17 +115,17 @@ class QueuedSampler(ABC):
             self._driver = asyncio.create_task(self._drive())
         try:
             await ticket.done
-        except (asyncio.CancelledError, NonFiniteError):  # it alone ends; others go on
+        except (asyncio.CancelledError, NonFiniteError):  # only this group ends
             self._waiting = deque(each for each in self._waiting if each.ticket is not ticket)
             self._forget(ticket)
             raise
         finally:
             self._tickets.remove(ticket)
-            ticket.prompt = None  # ticket and members hold each other: its keys would wait for the garbage collector
+            ticket.prompt = None  # ticket and members form a cycle, which would keep the prompt's keys until garbage collection
         return tuple(self._completion(member) for member in ticket.members)
 
     async def load(self, policy: Policy) -> None:
-        """See `groupwise.core.types.Sampler.load`. Only between groups: keys and values belong to one version."""
+        """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""
         if self._waiting or self._on_their_way():
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
@@ -139,11 +139,11 @@ class QueuedSampler(ABC):
         self._version = policy.version
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in memory, as they were when they were loaded."""
+        """Fingerprint of the weights as they were when they were loaded."""
         return self._fingerprint
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
-        """The tokens that each member of a running request has so far; none if there is no such request."""
+        """The tokens drawn so far for each member of a running request; empty if there is no such request."""
         found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
         return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
 
@@ -159,10 +159,10 @@ class QueuedSampler(ABC):
         )
 
     async def _drive(self) -> None:
-        """Serve; an error belongs to all callers that wait for their groups."""
+        """Serve; pass an error on to all callers that wait for their groups."""
         try:
             await self._serve()
-        except Exception as error:  # noqa: BLE001 — whatever it is, the callers receive it
+        except Exception as error:  # noqa: BLE001 — the callers receive any error
             if isinstance(error, GroupwiseError):
                 reason = error
             elif lacks_memory(error):
@@ -192,7 +192,7 @@ class QueuedSampler(ABC):
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _deliver(self, ticket: Ticket) -> None:
-        """Tell the caller that waits for a group if it is finished, or if one of its members cannot go on."""
+        """Complete a group's future if the group is finished, or fail it if a member's logits are not finite."""
         if ticket.done.done():
             return
         if not all(
@@ -204,13 +204,13 @@ class QueuedSampler(ABC):
 
 
 COLDEST = 1e-30
-"""The lowest temperature above 0 that logits are divided by: a lower one draws the same tokens, but the quotient overflows."""
+"""The lowest temperature above 0 that logits are divided by: a lower one would draw the same tokens, but the quotient overflows."""
 
 
 def draw_members(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0
 ) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of logits; the last `empty` rows belong to no member."""
+    """A token and its log-probability for each row of logits; the last `empty` rows are padding."""
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
@@ -223,5 +223,5 @@ def draw_members(
         temperatures_N,
         torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
     )
-    tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one wait
+    tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one sync
     return [*map(int, tokens)], logprobs

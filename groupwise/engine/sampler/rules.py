@@ -1,5 +1,5 @@
-"""Rules that all samplers share, free of torch: the number that decides which token a member draws, the texts that end a completion, and
-errors.
+"""Rules that all samplers share, without torch: the random number that decides a member's next token, the texts that end a completion,
+and errors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def uniform(seed: int, position: int) -> float:
 
 
 TOKENS_BEYOND_STOP = 8
-"""Tokens without text (half characters, special tokens) that a stop string may be spread over, beside its own."""
+"""Tokens without text (parts of a character, special tokens) that a stop string may contain in addition to its own."""
 
 INCOMPLETE = "\ufffd"
-"""The tokenizer's text for a character of which only some bytes are there yet."""
+"""The tokenizer's text for a character of which some bytes are still missing."""
 
 
 def ends_with_stop(
     token_ids: Sequence[int], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
 ) -> bool:
-    """True if a stop text ends with the last token; after one that came before `min_tokens` only another occurrence counts.
+    """True if the last token completes a stop text; one completed before `min_tokens` does not count.
 
     A stop text may be spread over several tokens, including tokens without text.
     """
@@ -46,7 +46,7 @@ def ends_with_stop(
 
 
 def refuse_misfit(request: GroupRequest, key_length: int) -> None:
-    """Raise `RunError` for an empty prompt or completion, or if both together are longer than the sampler has room for."""
+    """Raise `RunError` for an empty prompt or completion, or if both together exceed the sampler's key length."""
     if not request.prompt_ids or request.params.max_tokens < 1:
         raise RunError(
             f"A prompt of {len(request.prompt_ids)} tokens and a completion of at most "
@@ -70,7 +70,7 @@ def refuse_other_weights(policy: Policy, found: str) -> None:
 
 
 def not_finite(version: int) -> NonFiniteError:
-    """The error for logits that are not finite."""
+    """The error for logits that are NaN or infinite."""
     return NonFiniteError(
         f"The model's logits are not finite (policy version {version}), so nothing can be drawn from them. "
         "Lower training.learning_rate, or try model.dtype=float32."

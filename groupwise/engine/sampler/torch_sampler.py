@@ -1,10 +1,10 @@
 """The default sampler: continuous batching of rows, in this process.
 
-The driver computes a group's prompt once, begins a row for each member while there is room, and then moves all rows one token forward at
-a time. A row that finishes makes room at once. It yields to the event loop after every token, so scoring and cancelling go on meanwhile.
+The driver computes a group's prompt once, starts a row for each member while there is room, and then advances all rows by one token at a
+time. A finished row makes room at once. The driver yields to the event loop after every token, so scoring and cancelling continue.
 
-An engine computes the rows (`groupwise.engine.sampler.engine`): natively if the model is of a known family, in one way on processors and
-in another on GPUs, else by transformers. A member's draw depends on its seed and its own group only.
+An engine computes the rows (`groupwise.engine.sampler.engine`): a native one if the model is of a known family (one for CPUs, one for
+GPUs), otherwise one over transformers. A member's draw depends only on its seed and its own group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TorchSampler(QueuedSampler):
         native: bool = True,
         enforce_eager: bool = False,
     ) -> None:
-        """Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+        """Without `native`, transformers computes every model; this is the reference for the native engines.
 
         With `enforce_eager`, a GPU records no CUDA graphs.
         """
@@ -85,16 +85,16 @@ class TorchSampler(QueuedSampler):
             del self._members[row]
 
     def _begin_rows(self) -> None:
-        """Give each waiting member a row, as long as there is room."""
+        """Give rows to waiting members, as long as there is room."""
         while self._waiting and (room := self.layout.slots - len(self._members)):
-            # They stay in the queue while they begin, so that an error finds them and fails their caller.
+            # They stay in the queue while they start, so that an error finds them there and fails their callers.
             beginning = [*islice(self._waiting, room)]
             self._begin(beginning)
             for _ in beginning:
                 self._waiting.popleft()
 
     def _begin(self, members: list[Member]) -> None:
-        """Draw the members' first tokens, all together; one needs a row unless that token already ends it."""
+        """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it."""
         new = [*dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)]
         found = self._engine.prefill_all([ticket.request.prompt_ids for ticket in new])
         for ticket, prompt in zip(new, found, strict=True):
@@ -122,7 +122,7 @@ class TorchSampler(QueuedSampler):
                 self._deliver(member.ticket)
 
     def _draw(self, members: list[Member], logits_NV: Tensor) -> None:
-        # Torch cuts sums over the vocabulary up by the number of rows on a GPU, so that there are always as many.
+        # On a GPU torch splits sums over the vocabulary by the number of rows, so that number is kept constant.
         by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
         empty = 0 if by_row else self.layout.slots - len(members)
         logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV

@@ -1,4 +1,4 @@
-"""The weights that a sampler serves: its own copy, which only ever changes through a published file."""
+"""The weights that a sampler serves: its own copy, which changes only through a published file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from groupwise.engine.models.native.weights import NativeModel, native_model
 
 
 class ServedWeights(Protocol):
-    """The weights as a sampler sees them."""
+    """Interface to the served weights."""
 
     model: PreTrainedModel
 
@@ -31,25 +31,25 @@ class ServedWeights(Protocol):
         ...
 
     def acting(self) -> contextlib.AbstractContextManager[object]:
-        """While this is open, the model computes with these weights."""
+        """Context manager in which the model computes with these weights."""
         ...
 
     def native(self) -> NativeModel | None:
-        """The model as plain matrices, packed for decoding, with its weights as they are now; None if it cannot be."""
+        """The model as plain matrices, packed for decoding, with its current weights; None if it has no native form."""
         ...
 
     def factors(self) -> dict[str, Factors]:
-        """The adapter's additions to the layers of `native`, by their names."""
+        """The adapter's factors for the layers of `native`, by layer name; empty without an adapter."""
         ...
 
 
 class ServedAdapter:
-    """An adapter of the sampler's own, over a base that the learner may share."""
+    """The sampler's own adapter, over a base that the learner may share."""
 
     def __init__(
         self, adapted: AdaptedModel, name: str = "served", config: LoraConfig | None = None
     ) -> None:
-        """`name`: its name among the adapters over that base; `config`: its shape, None for the one that the base was given."""
+        """`name`: its name among the adapters over that base; `config`: its shape, None for the shape given with the base."""
         self.adapted = adapted
         self.name = name
         self.model = adapted.base
@@ -73,12 +73,12 @@ class ServedAdapter:
         return self.adapted.low_rank(self.name)
 
     def remove(self) -> None:
-        """Take the adapter off the base."""
+        """Remove the adapter from the base."""
         self.adapted.remove(self.name)
 
 
 class ServedModel:
-    """A whole model of the sampler's own, for full fine-tuning and for evaluating a model as it is."""
+    """The sampler's own copy of a whole model, for full fine-tuning and for evaluating a model without an adapter."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

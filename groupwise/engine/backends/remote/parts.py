@@ -1,15 +1,15 @@
 """The parts of a run on a training server (`groupwise rl … run.server=http://gpu-machine:8000`).
 
-`groupwise.training.build` makes the same parts here.
+`groupwise.training.build` makes the same parts on this machine.
 
-`session.py` has the calls by number, the files in both directions and the sign of life. `start` opens a session, sends what is needed, and
-returns a `RemoteSampler` and a `RemoteLearner`, whose publications and states are files here, as if they were in this process.
+`session.py` has numbered calls, file transfer in both directions, and the heartbeat. `start` opens a session, sends the necessary files,
+and returns a `RemoteSampler` and a `RemoteLearner`. Their publications and states are local files, as if the parts were in this process.
 
-Run, record and checkpoints are here. The server keeps nothing that the loop needs: when its engine ends, the run is resumed from the
-last checkpoint, which holds the learner's state to the bit.
+Run, record and checkpoints are local. The server keeps nothing that the loop needs: if its engine ends, the run resumes from the last
+checkpoint, which holds the learner's state to the bit.
 
-The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent if
-they are files of this machine; a base is loaded by the server from its own files under the same name, and must be the same to the bit.
+The server chooses the layout of the work for its own machine, and the run records it. Weights that a run starts from are sent if they are
+local files. Otherwise the server loads the base from its own files under the same name, and it must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from groupwise.engine.backends.verb_learner import Verb, VerbLearner
 from groupwise.runs import publications
 
 SENT = "sent"
-"""Prefix of the parts' folders that hold the files a run starts from."""
+"""Prefix of the session's folders that hold the files a run starts from."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePartsSpec:
-    """Describes the parts to make."""
+    """Describes the parts to make on the server."""
 
     kind: PartsKind
     config: Mapping[str, Any]
@@ -72,29 +72,29 @@ class RemotePartsSpec:
     run: str
     publish_folder: Path
     longest_prompt: int | None
-    """Tokens; None if nothing is sampled."""
+    """In tokens; None if nothing is sampled."""
     base: str
-    """Fingerprint of the base; see `groupwise.engine.models.identity`."""
+    """Identity of the base; see `groupwise.engine.models.identity`."""
     called: str | None = None
-    """The base's name in adapters; None: as the server names it."""
+    """The base's name in written adapters; None: the server's name for it."""
     keep_publications: int = 2
     model: Path | None = None
-    """A folder with the base; None: the server has it under the name that the config gives."""
+    """A folder with the base to send; None: the server has it under the configured name."""
     adapter: Path | None = None
-    """A folder with the adapter to start from."""
+    """A folder with the adapter to start from; None: a new one."""
     weights: Path | None = None
-    """A folder with the served weights, an adapter or a whole model, if nothing is trained."""
+    """A folder with the weights to serve, an adapter or a whole model, if nothing is trained."""
 
     @property
     def sent(self) -> dict[str, Path]:
-        """Folders that are sent to the server, by their role."""
+        """Folders to send to the server, by their role."""
         given = {"model": self.model, "adapter": self.adapter, "weights": self.weights}
         return {name: folder for name, folder in given.items() if folder is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteParts:
-    """Parts that are ready; the caller closes the session."""
+    """Parts that are ready to use; the caller closes the session."""
 
     session: Session
     sampler: RemoteSampler
@@ -110,7 +110,7 @@ def planned_layout(
     longest_prompt: int | None,
     transport: httpx2.AsyncBaseTransport | None = None,
 ) -> dict[str, Any]:
-    """How the work would be laid out on the server's machine, as `groupwise.training.placement.Layout` has it. Raises UsageError."""
+    """The layout of the work on the server's machine, as `groupwise.training.placement.Layout`. Raises UsageError if it is refused."""
     own = Path(config["model"]["name"]).expanduser() / "config.json"
     body = PlanRequest(
         kind=kind,
@@ -135,7 +135,7 @@ def planned_layout(
 async def start(
     url: str, spec: RemotePartsSpec, transport: httpx2.AsyncBaseTransport | None = None
 ) -> RemoteParts:
-    """Have the server make parts. Raises UsageError if it refuses, ClientError if it is lost on the way; nothing is left then."""
+    """Make parts on the server. Raises UsageError if it refuses, ClientError if the connection is lost; the session is then closed."""
     session = Session(url, transport=transport)
     try:
         await session.open(owner_of(spec))
@@ -176,20 +176,20 @@ async def start(
 
 
 def model_files(folder: Path) -> list[Path]:
-    """All files of a model, with its tokenizer."""
+    """All files of a model, including its tokenizer."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
     )
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of the config that the server receives: nothing of data, rewards, task and tracking."""
+    """Sections of the config that the server receives; nothing about data, rewards, task and tracking."""
     run = {key: config["run"][key] for key in OF_RUN}
     return {**{key: config[key] for key in SECTIONS[kind] if key in config}, "run": run}
 
 
 def owner_of(spec: RemotePartsSpec) -> str:
-    """A name that is the same when a run is resumed: its folder has only one loop at a time, so an earlier one no longer exists."""
+    """A name that stays the same when a run is resumed. A run's folder has one loop at a time, so an earlier owner no longer exists."""
     if spec.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"
     place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(spec.config['run']['dir']).resolve()}:{spec.run}"
@@ -199,24 +199,24 @@ def owner_of(spec: RemotePartsSpec) -> str:
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Files of a folder: name, size, time of the last change."""
+"""For each file of a folder: name, size, modification time in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A fetched publication."""
+    """A downloaded publication."""
 
     there: str
     """Its folder on the server."""
     stamp: Stamp
-    """Stamp of its files here: if they change, they are no longer those that the server has."""
+    """Stamp of its local files; if they change, they may differ from the server's files."""
 
 
 class RemoteSampler:
-    """A `groupwise.core.types.Sampler` by the parts of a session."""
+    """A `groupwise.core.types.Sampler` that uses the parts of a session."""
 
     def __init__(self, session: Session, fingerprint: str, published: dict[str, Published]) -> None:
-        """`fingerprint`: of the weights that it serves. `published`: the learner's latest publications, by their paths here."""
+        """`fingerprint`: of the weights that it serves. `published`: the learner's latest publications, by their local paths."""
         self._session = session
         self._fingerprint = fingerprint
         self._published = published
@@ -230,7 +230,7 @@ class RemoteSampler:
         await self._session.run(self._ensure_loaded(policy))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in the server's memory, as they were when they were loaded."""
+        """Fingerprint of the weights in the server's memory, as they were when they were loaded."""
         return self._fingerprint
 
     async def _ensure_loaded(self, policy: Policy) -> None:
@@ -238,7 +238,7 @@ class RemoteSampler:
         if known is not None and known.stamp == stamp_of(Path(policy.path)):
             try:
                 return await self._load(policy, known.there)
-            except UsageError:  # it is kept there no longer
+            except UsageError:  # the server no longer keeps that folder
                 del self._published[policy.path]
         sent = self._session.new_folder("policy")
         await self._session.upload(weight_files(Path(policy.path)), sent)
@@ -250,19 +250,19 @@ class RemoteSampler:
     async def _load(self, policy: Policy, there: str) -> None:
         try:
             self._fingerprint = await self._session.called(Load(policy=replace(policy, path=there)))
-        except PolicyMismatchError:  # the weights served now are no policy, but have a fingerprint
+        except PolicyMismatchError:  # the server has loaded the weights all the same
             self._fingerprint = await self._session.called(Fingerprint())
             raise
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Facts that change with the folder's files, as far as can be told without reading them."""
+    """Facts that change when the folder's files change, as far as can be seen without reading them."""
     facts = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weights and the files that describe them; not the record of a run that may lie beside them."""
+    """Weights and the files that describe them, without a run's record that may be in the same folder."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -271,12 +271,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
-"""File of an adapter that names the model it belongs to, and the key for that."""
+"""File of an adapter that names its base, and the key for that name."""
 _POLICY = TypeAdapter(Policy)
 
 
 class RemoteLearner(VerbLearner):
-    """A `groupwise.core.types.Learner` by the parts of a session."""
+    """A `groupwise.core.types.Learner` that uses the parts of a session."""
 
     def __init__(
         self,
@@ -288,8 +288,8 @@ class RemoteLearner(VerbLearner):
         *,
         tells_trained_logprobs: bool = True,
     ) -> None:
-        """`published` receives publications; see `RemoteSampler`. `keep_publications`: number of the newest ones whose files stay. `base`:
-        the adapters' name for the model that they belong to, which has another path on the server. `tells_trained_logprobs`: see
+        """`published` collects publications; see `RemoteSampler`. `keep_publications`: how many of the latest keep their files. `base`: the
+        name of the base in written adapters, because the server has another path for it. `tells_trained_logprobs`: see
         `groupwise.api.schemas.parts.PartsOpenedAnswer`."""
         self._session = session
         self._publish_folder = publish_folder
@@ -303,7 +303,7 @@ class RemoteLearner(VerbLearner):
         return await self._session.call(do, ordered=True)
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not tell them."""
+        """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not report them."""
         if not self._tells_trained_logprobs:
             return None
         return await super().trained_logprobs()
@@ -313,11 +313,11 @@ class RemoteLearner(VerbLearner):
         self._session.call_now(Discard(), ordered=True)
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.core.types.Learner.publish`. The files are fetched; old publications are removed."""
+        """See `groupwise.core.types.Learner.publish`. The files are downloaded; old publications are removed."""
         return await self._session.run(self._publish(version))
 
     def save(self, folder: str) -> None:
-        """See `groupwise.core.types.Learner.save`. StoreError if the disk here refuses."""
+        """See `groupwise.core.types.Learner.save`. Raises StoreError if the local files cannot be written."""
         with atomic_files.explained(Path(folder)):
             self._session.now(self._save(Path(folder)))
 

@@ -1,8 +1,8 @@
-"""Parts of a server under an id: calls to them, and files in both directions.
+"""A session with the parts of a server: calls to them, and file transfer in both directions.
 
-A thread with an event loop of its own does all of it, so that the loop that drives the parts can be asynchronous in one place and
-blocking in another, and may compute for minutes (rewards, say) without the server taking it for dead: a task of the thread sends a sign
-of life every few seconds. Lost requests are sent again, under the same number.
+A thread with its own event loop does all of this. So the loop that drives the parts can be asynchronous in one place and blocking in
+another, and may compute for minutes (rewards, for example) without the server declaring it lost: a task of the thread sends a heartbeat
+every few seconds. Lost requests are sent again under the same number.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_PATIENCE = 15.0
-"""Seconds for which a server is looked for at the beginning: a wrong address should be reported soon."""
+"""Seconds of retries for the first request: a wrong address should be reported soon."""
 LAST_PATIENCE = 5.0
-"""Seconds for which a closing session tries to tell the server, which notices it anyway."""
+"""Seconds of retries when a closing session notifies the server, which would notice the missing heartbeat anyway."""
 BYTES = {"Content-Type": "application/octet-stream"}
 
 
 class RequestThread:
-    """Requests to a server, by a thread of its own."""
+    """Sends requests to a server from its own thread."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RequestThread:
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """The key comes from GROUPWISE_API_KEY. `transport` replaces the network. Raises UsageError for an invalid URL."""
+        """The key is read from GROUPWISE_API_KEY. `transport` replaces the network. Raises UsageError for an invalid URL."""
         self.client = AsyncTrainingClient(url, timing=timing, transport=transport)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="parts", daemon=True)
@@ -75,7 +75,7 @@ class RequestThread:
         self.close()
 
     def close(self) -> None:
-        """Release connections and thread. May be repeated."""
+        """Close the connections and end the thread. May be repeated."""
         if self._loop.is_closed():
             return
 
@@ -101,12 +101,12 @@ class RequestThread:
         return self.start(work).result()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for async callers; cancelling the wait cancels the work."""
+        """Like `now`, for async callers; cancelling the wait cancels the work."""
         return await asyncio.wrap_future(self.start(work))
 
 
 def as_usage(error: ClientError) -> UsageError:
-    """An error before anything was started as one of usage: with the key `run.server`, or with the server's own key."""
+    """Convert an error from before anything was started to UsageError, with a hint at `run.server` or the server's key."""
     hint = ""
     if isinstance(error, NotAuthorised):
         hint = f" The key of the server is read from {VARIABLE}."
@@ -116,7 +116,7 @@ def as_usage(error: ClientError) -> UsageError:
 
 
 class Session(RequestThread):
-    """Parts that are open on a server; call `open` first. Only one session at a time has the server's model."""
+    """Parts that are open on a server; call `open` first. Only one session at a time can use the server's model."""
 
     def __init__(self, url: str, *, timing: Timing | None = None, **more: Any) -> None:
         """Takes the arguments of `RequestThread`."""
@@ -131,18 +131,18 @@ class Session(RequestThread):
         self._beats: Future[None] | None = None
 
     def close(self) -> None:
-        """Release the parts, too, if the server can be reached."""
+        """Also release the parts, if the server can be reached."""
         if self._open:
             self._open = False
-            with suppress(ClientError):  # then it notices that this side is gone
+            with suppress(ClientError):  # the server then notices the missing heartbeat
                 self.now(self._send("DELETE", patience=LAST_PATIENCE, timeout=LAST_PATIENCE))
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
-        """Take the server's engine; the parts of an earlier session of the same owner are ended. UsageError if that is not possible."""
+        """Reserve the server's engine; parts of an earlier session of the same owner are ended. Raises UsageError if that is refused."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
         sent = self._send("PUT", body=body, server_wait=60.0, patience=FIRST_PATIENCE)
-        self._open = True  # perhaps, even if the wait for the answer is cancelled
+        self._open = True  # perhaps, even if waiting for the answer is cancelled
         try:
             answer = read_answer(PartsAnswer, await self.run(sent))
         except (Refused, NoAnswer) as error:
@@ -153,18 +153,18 @@ class Session(RequestThread):
         return answer
 
     async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
-        """Have the parts do something. `ordered`: after all earlier ordered calls.
+        """Execute a verb in the parts. `ordered`: after all earlier ordered calls.
 
-        Cancelling it gives the call up. Raises the server's error, and ClientError.
+        Cancelling the wait cancels the call. Raises the server's error, and ClientError.
         """
         return await self.run(self.called(do, ordered=ordered))
 
     def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
-        """The same, for code that is not async."""
+        """Like `call`, for code that is not async."""
         return self.now(self.called(do, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
-        """A new name for a folder of the parts."""
+        """A new name for a folder of the session on the server."""
         return f"{kind}-{next(self._folders)}"
 
     # --- within the thread ------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Session(RequestThread):
             self._giving_up = asyncio.ensure_future(self._give_up(path))
             raise
         except Refused:
-            await self._give_up(path)  # or what comes after it would wait for it
+            await self._give_up(path)  # otherwise later ordered calls would wait for it
             raise
         if answer.error is not None:
             raise _error(answer.error.code, answer.error.message)
@@ -203,7 +203,7 @@ class Session(RequestThread):
         return answer.result
 
     async def upload(self, files: Iterable[Path], folder: str) -> None:
-        """Send files into a folder of the parts, in pieces; a piece that is shorter than the others is a file's last one."""
+        """Send files into a folder of the session, in pieces. A piece shorter than the full size is a file's last one."""
         for file in files:
             path, offset = f"/files/{folder}/{file.name}", 0
             with file.open("rb") as source:
@@ -216,7 +216,7 @@ class Session(RequestThread):
                         break
 
     async def download(self, folder: str, into: Path) -> None:
-        """Fetch the files of a folder of the parts into an existing folder."""
+        """Download the files of a folder of the session into an existing local folder."""
         found = read_answer(FolderAnswer, await self._send("GET", f"/folders/{folder}"))
         for facts in found.files:
             if not re.fullmatch(PATH_PATTERN, facts.path):
@@ -237,7 +237,7 @@ class Session(RequestThread):
                     await asyncio.to_thread(file.write, piece)
 
     async def forget(self, folder: str) -> None:
-        """Have a folder of the parts deleted."""
+        """Delete a folder of the session on the server."""
         await self._send("DELETE", f"/folders/{folder}")
 
     async def _give_up(self, path: str) -> None:
@@ -245,14 +245,14 @@ class Session(RequestThread):
             await self._send("DELETE", path)
 
     async def _beat(self, every: float) -> None:
-        """Send a sign of life every so many seconds, until the loop ends."""
+        """Send a heartbeat every `every` seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(every)
-            with suppress(ClientError):  # the next call reports it
+            with suppress(ClientError):  # the next call reports the problem
                 await self._send("GET", patience=every, timeout=every)
 
     async def _send(self, method: str, below: str = "", **options: Any) -> httpx2.Response:
-        """Send a request about these parts; see `AsyncTrainingClient.send`."""
+        """Send a request about this session's parts; see `AsyncTrainingClient.send`."""
         return await self.client.send(method, f"/parts/{self.id}{below}", **options)
 
 

@@ -1,10 +1,11 @@
-"""Tunix's environment: finds it, checks that it is complete, and makes it.
+"""Tunix's virtual environment: finds it, checks that it is complete, and creates it.
 
-It is a virtual environment beside the one that holds this package, because the two need different versions of the same libraries. Its
-packages are pinned in requirements.txt.
+It is separate from the environment of this package, because the two need different versions of the same libraries. Its packages are pinned
+in requirements.txt.
 
-Each is made in a folder of its own, and `made.json` names the one in use: it is replaced once the new one is complete, so an installation
-that fails or is cut off leaves the one before. Folders that `made.json` does not name are then removed. One process at a time makes one.
+Each environment is created in a new folder, and `made.json` names the one in use. That file is replaced once the new environment is
+complete, so an installation that fails or is interrupted leaves the previous one in use. Folders that `made.json` does not name are then
+removed. A lock lets only one process create an environment at a time.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ logger = logging.getLogger(__name__)
 Accelerator = Literal["cpu", "cuda", "tpu"]
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 VARIABLE = "GROUPWISE_TUNIX_PYTHON"
-"""Environment variable that names the Python of an environment made by the user."""
+"""Environment variable with the path of the Python of an environment that the user created."""
 EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "cpu": (),
     "cuda": ("jax[cuda13]",),
     "tpu": ("jax[tpu]",),
 }
-"""Packages that JAX needs besides, for each kind of device."""
+"""Additional packages that JAX needs for each kind of device."""
 PLATFORMS = "JAX_PLATFORMS"
-"""Environment variable with the platforms that JAX may compute on."""
+"""Environment variable with the platforms that JAX may use."""
 USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
-"""Seconds in which JAX usually opens its devices, and after which waiting ends."""
+"""Seconds in which JAX usually opens its devices, and after which this module gives up."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
-"""Silences messages on stderr from libraries below JAX, which are of no use to users."""
+"""Silences stderr messages of libraries that JAX uses; they do not help users."""
 THREADS_OF_A_DEVICE = 4
-"""Threads per device, if JAX makes several of one CPU: with fewer, one that waits for the others takes the thread that these need."""
+"""Threads per device if JAX splits one CPU into several. With fewer, a device that waits for the others may occupy a thread they need."""
 COMPILED_BYTES = 4 << 30
-"""Size limit of the cache of compiled programs; the least used go first."""
+"""Size limit in bytes of the cache of compiled programs; the least used are removed first."""
 REPEATABLE = "--xla_gpu_deterministic_ops=true"
-"""Otherwise a GPU adds sums in any order, and a resumed run would come to other bits."""
+"""Without this flag a GPU adds sums in any order, and a resumed run would get other bits."""
 
 
 def home() -> Path:
@@ -66,7 +67,7 @@ def home() -> Path:
 
 
 def python() -> Path:
-    """The Python of the environment. Raises UsageError if there is none, or one of other versions."""
+    """The Python of the environment. Raises UsageError if there is none, or if it was created for other requirements."""
     if own := os.environ.get(VARIABLE):
         if not Path(own).is_file():
             raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")
@@ -89,7 +90,7 @@ def python() -> Path:
 
 
 def accelerator() -> Accelerator:
-    """JAX's default device: that of the environment made here, else that of this machine."""
+    """JAX's default device: that of the environment created here, or else that of this machine."""
     made = _read_made()
     if made is not None and made["accelerator"] in EXTRAS:
         return made["accelerator"]
@@ -97,9 +98,9 @@ def accelerator() -> Accelerator:
 
 
 def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
-    """Make the environment and return its Python; an up-to-date one is kept, unless `anew`. `wanted`: None means `accelerator()`.
+    """Create the environment and return its Python; an up-to-date one is kept, unless `anew`. `wanted` defaults to `accelerator()`.
 
-    Raises UsageError with pip's last words if it cannot be made; then the one before stands as it was.
+    Raises UsageError with pip's last output if it cannot be created; the previous environment then stays in use.
     """
     with _exclusively():
         kind = wanted or accelerator()
@@ -125,8 +126,8 @@ def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool 
 
 
 def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
-    """Make a virtual environment there and install the packages, by this environment's pip, else by uv."""
-    # A pip of its own would need ensurepip, which some systems leave out.
+    """Create a virtual environment in `folder` and install the packages, with this environment's pip, or else with uv."""
+    # No pip inside: that would need ensurepip, which some systems leave out.
     venv.create(folder, with_pip=False)
     target = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip"]
@@ -153,7 +154,7 @@ def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
 
 @contextmanager
 def _exclusively() -> Generator[None]:
-    """Wait until no other process makes an environment."""
+    """Hold the lock; wait if another process is creating an environment."""
     home().mkdir(parents=True, exist_ok=True)
     with (home() / LOCK).open("w") as lock:
         try:
@@ -176,10 +177,10 @@ def _detect_accelerator() -> Accelerator:
 
 
 def look() -> Found:
-    """Versions and devices there, reported by a worker: takes some seconds, once for each environment and setting of JAX.
+    """Versions and devices as a worker reports them. Takes some seconds, once for each environment and settings of JAX.
 
-    Warns if the machine has more to compute on than what JAX sees, unless the user wanted it so. Raises UsageError if JAX cannot open
-    its devices, or does not finish doing so.
+    Warns if the machine has an accelerator that JAX does not see, unless the user has set JAX_PLATFORMS. Raises UsageError if JAX cannot
+    open its devices, or not within `MAX_SECONDS`.
     """
     return _look_once(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
 
@@ -223,25 +224,25 @@ def _look_once(interpreter: Path, *settings: str | None) -> Found:
 
 
 def mesh_of(shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Devices for (fsdp, tp): those of the config, else all available ones on one axis."""
+    """Number of devices for the axes (fsdp, tp): those of the config, or else all devices on the first axis."""
     return shape or (look().devices, 1)
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
-    """Start a worker in the environment. On a CPU it computes with `threads` threads, and JAX sees as many devices as the mesh has, each
-    of which needs some threads."""
+    """Start a worker in the environment. On a CPU it computes with `threads` threads, and JAX sees as many devices as the mesh has; each
+    device needs `THREADS_OF_A_DEVICE` threads."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     own = {**QUIET, **_compilation_cache()}
     made = None if os.environ.get(VARIABLE) else _read_made()
     if made is not None and made["accelerator"] != "cpu" and PLATFORMS not in os.environ:
-        # If JAX cannot open a device that is named, it fails; otherwise it would silently take the CPU.
+        # JAX fails if it cannot open a named device; without a name it would silently use the CPU.
         own[PLATFORMS] = f"{made['accelerator']},cpu"
     least = 0
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
         least = THREADS_OF_A_DEVICE * count
     if most := max(least, threads or 0):
-        own["NPROC"] = str(most)  # XLA's name for the threads of a CPU
+        own["NPROC"] = str(most)  # XLA reads the number of CPU threads from it
     if accelerator() == "cuda":
         flags.append(REPEATABLE)
     if threads == 1:
@@ -250,7 +251,7 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
 
 
 def _compilation_cache() -> dict[str, str]:
-    """JAX's cache of compiled programs, with a folder for each kind of processor: programs for another would not run on this one."""
+    """Variables for JAX's cache of compiled programs. Each kind of CPU has its own folder, since programs run on one kind only."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
     with suppress(OSError):
@@ -267,7 +268,7 @@ def _compilation_cache() -> dict[str, str]:
 
 
 def _read_made() -> dict[str, Any] | None:
-    """Facts about the environment in use; None if there is none, or nothing that can be read."""
+    """Facts about the environment in use; None if there is none, or if they cannot be read."""
     try:
         made = json.loads((home() / MADE).read_bytes())
         keys = {"requirements", "accelerator", "folder"}

@@ -1,8 +1,8 @@
 """Checks that Tunix computes a model as transformers does, and can read its files, before a worker is started.
 
-Tunix takes what it knows of a model and silently ignores the rest: a key that changes the sums, a tensor that it has no place for,
-a number format that it reads as another. So everything that it does not compute is refused here, by the model's description (as
-transformers completes it) and by the headers of its files. No weights are read except embeddings that stand there twice.
+Tunix reads the parts of a model that it supports and silently ignores the rest: a config key that changes the computation, an unknown
+tensor, a number format that it reads as another. So this module refuses everything that Tunix does not compute, by the model's config (as
+transformers completes it) and by the headers of its files. It reads no weights, except embeddings that are stored twice.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from groupwise.engine.backends.tunix.messages import Open
 from groupwise.engine.models.files import files_in_index
 
 Described = Mapping[str, Any]
-"""The config of a model's text part: `config.json` with transformers' defaults for its kind."""
+"""The config of a model's text part: `config.json` with transformers' defaults for its type."""
 Shape = tuple[int, ...]
 
 TORCH = "Leave model.backend out to train it with torch."
 GEMMA3_PATTERN = 6
-"""One layer in this many sees everything in Tunix."""
+"""In Tunix, one layer in this many has full attention."""
 
 SILU = {"hidden_act": "silu"}
 COMPUTED: Mapping[str, Mapping[str, Any]] = {
@@ -42,7 +42,7 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "qwen2": SILU,
     "qwen3": {**SILU, "attention_bias": False},
 }
-"""Keys that change what transformers computes, by `model_type`, each with the one value that Tunix computes."""
+"""Keys that change transformers' computation, by `model_type`, each with the only value that Tunix supports."""
 
 _ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -51,33 +51,33 @@ MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORMATS = ("BF16", "F16", "F32", "F64")
 """Number formats that Tunix reads, by safetensors' names."""
 OF_PICTURES = ("vision_tower.", "multi_modal_projector.")
-"""Prefixes of tensors that do not belong to the text part of a model."""
+"""Prefixes of tensors of the image part of a model."""
 NO_WEIGHT = re.compile(r".*rotary_emb\.inv_freq")
-"""Tensors in older files that transformers ignores, too."""
+"""Matches tensors in older files that transformers ignores as well."""
 TEXT = "language_model."
-"""Prefix of the text part's tensors in a Gemma 3 with pictures."""
+"""Prefix of the text part's tensors in a Gemma 3 that accepts images."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check(order: Open) -> None:
-    """Raise `ModelError` for a model that Tunix would compute differently, or files it would misread; UsageError for a mesh that does not
-    divide it."""
+    """Raise `ModelError` for a model that Tunix would compute differently, or files that it would misread; UsageError for a mesh that does
+    not divide the model."""
     check_unread(order.text, order.mesh, order.layers)
     check_files(Path(order.model), order.text)
 
 
 def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
-    """The checks that need no weights. `layers`: those of transformers that get an adapter."""
+    """Run the checks that need no weights. `layers` are transformers' names of the layers that get an adapter."""
     check_description(described)
     check_mesh(described, mesh)
     check_layers(described, layers)
 
 
-# --- what the description says --------------------------------------------------------------------
+# --- the model's config ---------------------------------------------------------------------------
 
 
 def check_description(described: Described) -> None:
-    """Raise `ModelError` for a model that Tunix does not compute, or not as transformers does."""
+    """Raise `ModelError` for a model that Tunix does not support, or computes differently from transformers."""
     kind = str(described.get("model_type"))
     if kind not in COMPUTED:
         raise ModelError(
@@ -127,7 +127,7 @@ def _difference(kind: str, key: str, given: Any, tunix: str) -> ModelError:
     )
 
 
-# --- what the devices ask -------------------------------------------------------------------------
+# --- the mesh -------------------------------------------------------------------------------------
 
 
 def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
@@ -139,7 +139,7 @@ def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
     fsdp, tp = mesh
     by_tp = {**sizes, "head_dim": _head_size(described)} if kind == "qwen3" else sizes
     if kind == "gemma3_text" and sizes["num_key_value_heads"] == 1:
-        by_tp.pop("num_key_value_heads")  # one is held whole by each device
+        by_tp.pop("num_key_value_heads")  # each device holds a single key head whole
     for axis, parts, divided in (("fsdp", fsdp, {"hidden_size": sizes["hidden_size"]}), ("tp", tp, by_tp)):  # fmt: skip
         wrong = [f"{key} is {size}" for key, size in divided.items() if size % parts]
         if wrong:
@@ -157,11 +157,11 @@ def _kv_heads(described: Described) -> int:
     return described.get("num_key_value_heads") or described["num_attention_heads"]
 
 
-# --- what is adapted ------------------------------------------------------------------------------
+# --- the adapted layers ---------------------------------------------------------------------------
 
 
 def check_layers(described: Described, layers: Sequence[str]) -> None:
-    """Raise `ModelError` for layers that get no adapter here, or that share one weight in Tunix with layers that get none."""
+    """Raise `ModelError` for layers that Tunix cannot adapt, or that share one weight in Tunix with layers that get no adapter."""
     known = [*_ATTENTION, *_MLP]
     parts = [each.rpartition("layers.")[2].partition(".") for each in layers]
     for (number, _, part), layer in zip(parts, layers, strict=True):
@@ -172,7 +172,7 @@ def check_layers(described: Described, layers: Sequence[str]) -> None:
     adapted = {(number, part) for number, _, part in parts}
     together: tuple[str, ...] = ()
     if described["model_type"] == "gemma3_text":
-        # One weight of Tunix holds keys and values, and queries too if they have as many heads.
+        # In Tunix one weight holds keys and values; with equally many heads it holds queries as well.
         alike = _kv_heads(described) == described["num_attention_heads"]
         together = _ATTENTION[0 if alike else 1 : 3]
     for number, part in sorted(adapted):
@@ -182,7 +182,7 @@ def check_layers(described: Described, layers: Sequence[str]) -> None:
             )
 
 
-# --- what the files hold --------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +191,18 @@ class Stored:
 
     file: Path
     number: str
-    """Its format, such as BF16."""
+    """Its number format, such as BF16."""
     shape: Shape
     begin: int
-    """Bytes from the start of the file."""
+    """Offset of its data from the start of the file, in bytes; `end` likewise."""
     end: int
     first: str
-    """The format of the first tensor of the file, in which Tunix reads all."""
+    """The format of the file's first tensor; Tunix reads all tensors of the file in it."""
 
 
 def check_files(folder: Path, described: Described) -> None:
-    """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
-    weights that it would leave out."""
+    """Raise `ModelError` unless the files hold every weight of the config, in its shape and in a format that Tunix reads, and no weights
+    that Tunix would ignore."""
     kind, shapes = described["model_type"], expected_shapes(described)
     found = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(shapes) - set(found)):
@@ -280,9 +280,9 @@ def expected_shapes(described: Described) -> dict[str, Shape]:
 
 
 def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
-    """The tensors of the text in all files that Tunix reads, by their names without a prefix.
+    """The tensors of the text part in all files that Tunix reads, by their names without prefix.
 
-    Raises ModelError if they are not those that transformers reads.
+    Raises ModelError if transformers would read other files.
     """
     if (folder / MODEL).is_file():
         files = {folder / MODEL}
@@ -312,7 +312,7 @@ def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
 
 
 def _header(file: Path) -> list[tuple[str, Stored]]:
-    """The tensors that a safetensors file describes: a size of 8 bytes, JSON of that size, then the data that its offsets count from."""
+    """The tensors in a safetensors file's header. The file has the header's size (8 bytes), the header as JSON, then the tensors' data."""
     found: list[tuple[str, Stored]] = []
     with file.open("rb") as content:
         try:

@@ -1,10 +1,10 @@
-"""Messages between a run and the worker in Tunix's environment: a line of JSON each way for each call.
+"""Messages between a run and the worker in Tunix's environment: one line of JSON for a call, and one for its answer.
 
 run → worker    {"number": 3, "do": {"verb": "publish", "version": 1}}     or {"cancel": 3}
 worker → run    {"number": 3, "result": …}     or {"number": 3, "error": {"kind": "ModelError", "message": …}}
 
-Every float keeps its bits; those that are not finite are texts, as in the requests of a training server, whose verbs are used here for
-the same work.
+Every float keeps its bits; NaN and infinities are strings, as in requests to a training server, whose verbs are used here for the same
+work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Sampler and learner in Tunix's environment, as `groupwise.training.build` makes them (`model.backend: tunix`).
+"""Sampler and learner in Tunix's environment, made by `groupwise.training.build` for `model.backend: tunix`.
 
-fits.py          models that Tunix computes as transformers does
-environment.py   finds and makes that environment
+fits.py          checks that Tunix computes a model as transformers does
+environment.py   finds and creates the environment
 process.py       the worker that runs there
 messages.py      messages in both directions
 worker/          the worker itself: JAX, Tunix's models, qwix, Orbax; nothing else imports it
 
-The loop, its rewards, its record and its checkpoints are those of every run. The worker receives rows and prompts, and writes
-publications and states into the folders that the messages name.
+The loop, rewards, record and checkpoints are the same as in every run. The worker receives rows and prompts, and writes publications
+and states into the folders that the messages name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _POLICY = TypeAdapter(Policy)
 
 
 class TunixSampler:
-    """A `groupwise.core.types.Sampler` in the worker."""
+    """A `groupwise.core.types.Sampler` that calls the worker."""
 
     def __init__(self, worker: WorkerProcess, fingerprint: str, tokenizer: Any) -> None:
         self._worker = worker
@@ -53,7 +53,7 @@ class TunixSampler:
         self._tokenizer = tokenizer
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
-        """See `groupwise.core.types.Sampler.generate`. Tokens after a stop text are drawn by the worker, and left out here."""
+        """See `groupwise.core.types.Sampler.generate`. The worker does not know stop texts; tokens after one are removed here."""
         found = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
         if not request.params.stop:
             return found
@@ -77,15 +77,15 @@ class TunixSampler:
         self._fingerprint = str(await self._worker.call(Load(policy=policy)))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in the worker's memory, as they were when they were loaded."""
+        """Fingerprint of the weights in the worker's memory, as they were when they were loaded."""
         return self._fingerprint
 
 
 class TunixLearner(VerbLearner):
-    """A `groupwise.core.types.Learner` in the worker."""
+    """A `groupwise.core.types.Learner` that calls the worker."""
 
     def __init__(self, worker: WorkerProcess, publish_folder: Path, keep_publications: int) -> None:
-        """`keep_publications`: number of the last publications that keep their files."""
+        """`keep_publications`: how many of the latest publications keep their files."""
         self._worker = worker
         self._publish_folder = publish_folder
         self._keep = keep_publications
@@ -99,13 +99,13 @@ class TunixLearner(VerbLearner):
         self._worker.tell(Discard())
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.core.types.Learner.publish`. Old publications are removed."""
+        """See `groupwise.core.types.Learner.publish`. Old publications' files are removed."""
         policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
         publications.remove_old(self._publish_folder, version, self._keep)
         return policy
 
     def save(self, folder: str) -> None:
-        """See `groupwise.core.types.Learner.save`; the optimiser's state is Orbax's, in a folder of its own."""
+        """See `groupwise.core.types.Learner.save`. Orbax writes the optimiser's state, into its own folder."""
         self._worker.call_now(Save(folder=folder))
 
     def load(self, folder: str) -> None:
@@ -116,7 +116,7 @@ class TunixLearner(VerbLearner):
 async def start(
     order: Open, tokenizer: Any, threads: int | None, keep_publications: int
 ) -> tuple[WorkerProcess, TunixSampler, TunixLearner]:
-    """Start a worker with a model. Raises UsageError for a model that cannot be loaded; then no worker is left."""
+    """Start a worker with a model. Raises UsageError for a model that cannot be loaded; on any error the worker is ended."""
     await asyncio.to_thread(fits.check, order)
     worker = start_worker(threads, order.mesh)
     try:

@@ -1,8 +1,8 @@
-"""The worker: started in Tunix's environment, called, and ended.
+"""The worker process in Tunix's environment: starting it, calling it, ending it.
 
-A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. If the worker ends for any reason,
-every call then fails with its exit and its last words; a run resumes from its last checkpoint. The thread lives as long as the worker,
-because the kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
+A thread starts it and reads its answers; futures connect the thread with the callers, who may await or block. If the worker ends for any
+reason, every call then fails with its exit status and its last output; a run can resume from its last checkpoint. The thread lives as long
+as the worker, because the kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from groupwise.engine.backends.tunix.messages import Answer, Order, Verb
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
-"""Variables that would make Tunix's Python use packages of this one."""
+"""Variables that would make Tunix's Python use packages of this environment."""
 WITHHELD = re.compile(
     r"(^|_)(token|secret|password|passwd|credentials|key|key_id)$|^kaggle_", re.IGNORECASE
 )
-"""Variables that may be credentials: the worker only reads files of this machine, and needs none."""
+"""Matches variables that may be credentials: the worker only reads local files, and needs none."""
 LAST_BREATH = 1.0
-"""Seconds that the worker gets to end by itself, so that its exit code is its own."""
+"""Seconds that the worker gets to end by itself, so that its exit code is not that of a kill."""
 
 
 def own_environment() -> dict[str, str]:
-    """This process's variables without those that a process of Tunix's environment must not have."""
+    """This process's variables, without those that a process in Tunix's environment must not have."""
     return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
 
 
@@ -47,7 +47,7 @@ class WorkerProcess:
     """One worker process. Its owner must call `close`."""
 
     def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
-        """Start it. `environment`: in addition to this process's own."""
+        """Start the worker. `environment` is added to this process's variables."""
         self._mark = secrets.token_hex(8)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class WorkerProcess:
         self._output = Output(self._process, "tunix")
 
     def tell(self, do: Verb) -> None:
-        """Send an order without waiting for its outcome. A worker that has ended has nothing left to do."""
+        """Send an order without waiting for its result. If the worker has ended, do nothing."""
         with suppress(RunError):
             self.begin(do)
 
@@ -76,11 +76,11 @@ class WorkerProcess:
         return self._process.pid
 
     async def call(self, do: Verb) -> Any:
-        """The result of an order. Cancelling the call withdraws it, if it has not begun."""
+        """The result of an order. Cancelling the call withdraws the order if it has not started."""
         return await asyncio.wrap_future(self.begin(do))
 
     def call_now(self, do: Verb) -> Any:
-        """The same for code that blocks."""
+        """Like `call`, for code that is not async."""
         return self.begin(do).result()
 
     def last_words(self) -> str:
@@ -88,7 +88,7 @@ class WorkerProcess:
         return self._output.last_words()
 
     def close(self) -> None:
-        """End it with all processes that it started."""
+        """End the worker, and all processes that it started."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         with suppress(subprocess.TimeoutExpired):
@@ -122,7 +122,7 @@ class WorkerProcess:
 
     def _send(self, order: Order) -> None:
         line = order.model_dump_json() + "\n"
-        with suppress(OSError):  # it has ended, which the reader reports
+        with suppress(OSError):  # the worker has ended; the reading thread handles that
             self._connection.sendall(line.encode())
 
     def _start_and_read(
@@ -132,7 +132,7 @@ class WorkerProcess:
         theirs: socket.socket,
         started: Future[subprocess.Popen[bytes]],
     ) -> None:
-        """The thread: starts the process, takes its answers, and fails the calls that are pending when it ends."""
+        """Run by the thread: start the process, take its answers, and fail the pending calls when it ends."""
         inherited = {k: v for k, v in own_environment().items() if not WITHHELD.search(k)}
         try:
             with theirs:

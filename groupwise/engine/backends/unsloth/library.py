@@ -1,10 +1,10 @@
-"""All uses of Unsloth: to load a model, to put an adapter over it, and to change between learning and sampling.
+"""All uses of Unsloth: loading a model, adding an adapter, and switching between learning and sampling.
 
-Unsloth replaces parts of transformers as it is imported, so it must be imported first: `ready` does that, and raises with advice if
-it is not installed. Nothing else of this package imports it, and without `model.backend: unsloth` it is never imported.
+Unsloth replaces parts of transformers when it is imported, so it must be imported first: `ready` does that, and raises with advice if it is
+not installed. No other module of this package imports it, and without `model.backend: unsloth` it is never imported.
 
-Its output goes to stderr, because stdout may be a command's JSON. It reports its use to its makers unless told otherwise; we switch
-that off.
+Its output is sent to stderr, because stdout may be a command's JSON. It reports usage statistics to its makers by default; this module
+switches that off.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIRST = "default"
 
 
 def installed() -> str:
-    """The installed version. Raises UsageError with advice if there is none."""
+    """The installed version of Unsloth. Raises UsageError with advice if it is not installed."""
     try:
         found = version("unsloth")
     except PackageNotFoundError:
@@ -49,7 +49,7 @@ def installed() -> str:
 
 
 def ready() -> None:
-    """Import it, before transformers if that is still possible. UsageError if it cannot be used."""
+    """Import Unsloth, before transformers if that is still possible. Raises UsageError if it cannot be used."""
     installed()
     if "unsloth" not in sys.modules and "transformers" in sys.modules:
         logger.warning(
@@ -57,21 +57,21 @@ def ready() -> None:
             "Begin a new process, and this command first"
         )
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
-    # What it compiles would be put where the command is run.
+    # The default is the folder in which the command is run.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder("unsloth")))
     _fast()
 
 
 def import_first(model: ModelConfig) -> None:
-    """`ready`, for commands as they begin; nothing if another backend loads the model."""
+    """Call `ready` when a command starts; do nothing if another backend loads the model."""
     if model.backend == "unsloth":
         ready()
 
 
 def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedModel:
-    """The model, for texts of at most `longest` tokens, or of as many as it takes; no parameter is trainable.
+    """Load the model for texts of at most `longest` tokens, or as many as it supports; no parameter is trainable.
 
-    Raises ModelError if it cannot be loaded, or not in the format that was asked for; UsageError if Unsloth cannot be used.
+    Raises ModelError if it cannot be loaded, or not in the requested format; UsageError if Unsloth cannot be used.
     """
     ready()
     import torch
@@ -93,7 +93,7 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
             load_in_8bit=config.load_in_8bit,
             full_finetuning=False,
             trust_remote_code=config.trust_remote_code,
-            use_exact_model_name=True,  # else another repository, with rounded weights
+            use_exact_model_name=True,  # otherwise it may load another repository, with rounded weights
         )
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(config, key) != bool(
@@ -104,12 +104,12 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
                 "messages say. Change the key, or take another model or machine."
             )
     model.requires_grad_(False)
-    model.generation_config = GenerationConfig()  # a penalty there would change what is drawn
+    model.generation_config = GenerationConfig()  # a penalty in it would change the draws
     return model
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
-    """The model with an adapter called `FIRST`, computed by Unsloth's own kernels if it has them."""
+    """Add an adapter called `FIRST` to the model; Unsloth's own kernels compute it if they support it."""
     targets = config.target_modules
     with _contain_output():
         return _fast().get_peft_model(
@@ -127,12 +127,12 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing:
 
 
 def learning(model: PreTrainedModel) -> None:
-    """Compute rows with a gradient from now on."""
+    """Switch the model to computing rows with a gradient."""
     _fast().for_training(model)
 
 
 def sampling(model: PreTrainedModel) -> None:
-    """Draw from now on."""
+    """Switch the model to generating."""
     _fast().for_inference(model)
 
 
@@ -153,12 +153,12 @@ def _fast() -> Any:
 
 @contextmanager
 def _contain_output() -> Iterator[None]:
-    """Sends its output to stderr, and keeps its imports from making every logger of the process write there."""
+    """Send Unsloth's output to stderr, and undo its changes to the root logger, which would make every logger write there."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]
     try:
         with redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft, for its maintainers
+            warnings.simplefilter("ignore", FutureWarning)  # peft's, for maintainers
             yield
     finally:
         root.setLevel(level)

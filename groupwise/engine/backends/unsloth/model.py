@@ -1,7 +1,7 @@
 """Adapters over a model that Unsloth has loaded, its hidden states, and the engine that computes rows for the learner.
 
-The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to the base's rounded output, so that
-in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run reports how much of them does.
+The layers are peft's; Unsloth computes them with its own kernels. An adapter's product is added to the base's rounded output, so in
+bfloat16 small changes have less effect than in our own layers (`groupwise.engine.models.lora`); a run reports the share that takes effect.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Layer:
         return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
 
     def act(self, name: str | None) -> None:
-        """Compute with this adapter from now on; None: with the base alone. `requires_grad` stays as its owner has set it."""
+        """Compute with this adapter from now on, or with the base alone if None. `requires_grad` stays as its owner has set it."""
         self.module._active_adapter = [] if name is None else [name]
         self.module._disable_adapters = name is None
 
 
 class UnslothModel(AdaptedModel):
-    """A frozen base with named adapters, which act one at a time: the caller that computes has the model to itself."""
+    """A frozen base with named adapters; one is active at a time, and a lock gives the model to one thread."""
 
     def __init__(
         self, base: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool
@@ -78,7 +78,7 @@ class UnslothModel(AdaptedModel):
                 self._act(before)
 
     def native(self, name: str) -> None:
-        """None, because Unsloth computes it."""
+        """None, because Unsloth's kernels compute this model."""
 
     def _act(self, name: str | None) -> None:
         self.switch.active = name
@@ -86,10 +86,10 @@ class UnslothModel(AdaptedModel):
             cast("Layer", layer).act(name)
 
     def _inject(self, name: str, config: LoraConfig) -> None:
-        """See `AdaptedModel._inject`. The first one takes the place of the one that Unsloth was asked for."""
+        """See `AdaptedModel._inject`. The first adapter replaces the one that `library.adapt` created."""
         self._peft.add_adapter(name, config)
         if library.FIRST in self._peft.peft_config:
-            self._peft.set_adapter(name)  # peft warns where one that acts is taken away
+            self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
             self._peft.delete_adapter(library.FIRST)
         self.configs[name] = config
         self._take_stock()
@@ -106,18 +106,18 @@ class UnslothModel(AdaptedModel):
 
 
 class UnslothDecoder(Decoder):
-    """Hidden states of whole rows alone: Unsloth's own attention takes no other mask than the causal one, and has caches of its own."""
+    """Computes hidden states of whole rows only: Unsloth's attention supports only the causal mask, and has its own caches."""
 
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
     ) -> Tensor:
-        """See `Decoder.hidden`; of rows that begin at 0, with nothing before them."""
+        """See `Decoder.hidden`. Rows must start at position 0, with no cache."""
         assert cache is None
         return self.body(input_ids=ids_BT, use_cache=False).last_hidden_state
 
 
 class UnslothEngine:
-    """A `groupwise.engine.learner.engine.Engine` over a model that Unsloth has loaded: each row whole, prompt included."""
+    """A `groupwise.engine.learner.engine.Engine` over a model that Unsloth has loaded. Each row is computed whole, prompt included."""
 
     def __init__(self, weights: TrainedWeights) -> None:
         self._weights = weights
@@ -129,7 +129,7 @@ class UnslothEngine:
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`. Without a gradient the same kernels compute, so that log-probabilities are those that are trained."""
+        """See `Engine.acting`. The same kernels compute without a gradient, so log-probabilities equal those in training."""
 
         def compute(batch: MicroBatch, outputs: ForwardOutputs) -> Forward:
             return whole_rows(self._decoder, batch, outputs)
@@ -143,4 +143,4 @@ class UnslothEngine:
             yield compute
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """See `Engine.keep_step`: it learns alone."""
+        """See `Engine.keep_step`. Nothing to do."""

@@ -1,11 +1,11 @@
-"""Completions drawn while Unsloth generates: its kernels compute the logits, and we draw from them.
+"""Completions drawn during Unsloth's generation: its kernels compute the logits, and we draw from them.
 
-`generate` of transformers, as Unsloth has replaced it, moves rows one token forward together; a logits processor draws for each row by its
-seed, with the log-probability that it was drawn with, and leaves `generate` that one token to choose. So temperature, truncation
-and stops mean the same as in the default sampler. Rows that wait begin together, at most as many as there are slots, and the next ones
-when all of them have ended; the last bits of a row's results depend on the rows beside it.
+`generate` of transformers, as replaced by Unsloth, advances all rows by one token at a time. A logits processor draws each row's token by
+its seed, records its log-probability, and leaves `generate` only that token to choose. So temperature, truncation and stops mean the same
+as in the default sampler. Waiting rows start together, at most as many as there are slots, and the next ones start when all of them have
+ended; the last bits of a row's results depend on the other rows.
 
-A thread does the computing, so that rewards are scored and calls are cancelled meanwhile.
+A thread computes, so rewards can be scored and calls cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UnslothSampler(QueuedSampler):
         super().__init__(weights, tokenizer, layout)
         self._batch: list[Member] = []
         self._left: set[int] = set()
-        """Ids of tickets in the batch that no caller waits for any more."""
+        """Ids of tickets in the batch whose callers no longer wait for them."""
         self._ending = False
         most = getattr(weights.model.config, "max_position_embeddings", None)
         self._room = min(layout.key_length, most or layout.key_length)
@@ -49,7 +49,7 @@ class UnslothSampler(QueuedSampler):
     async def _serve(self) -> None:
         """See `QueuedSampler._serve`."""
         while self._waiting:
-            # Waiting members in their order, as long as `generate` has room for the longest prompt with the longest completion.
+            # Take waiting members in order while `generate` has room for the longest prompt with the longest completion.
             longest = most = 0
             while self._waiting and len(self._batch) < self.layout.slots:
                 request = self._waiting[0].ticket.request
@@ -61,7 +61,7 @@ class UnslothSampler(QueuedSampler):
             try:
                 await asyncio.to_thread(self._generate)
             except asyncio.CancelledError:
-                self._ending = True  # the thread ends with its next token
+                self._ending = True  # the thread ends after its next token
                 raise
             tickets = {id(member.ticket): member.ticket for member in self._batch}
             self._reset()
@@ -69,7 +69,7 @@ class UnslothSampler(QueuedSampler):
                 self._deliver(ticket)
 
     def _generate(self) -> None:
-        """Complete the batch in one `generate`; the prompts [B, P] are padded on the left, so that they end together."""
+        """Complete the batch in one `generate`; the prompts [B, P] are padded on the left, so that their ends are aligned."""
         model: Any = self._weights.model
         prompts = [member.ticket.request.prompt_ids for member in self._batch]
         longest = max(map(len, prompts))
@@ -89,7 +89,7 @@ class UnslothSampler(QueuedSampler):
             )
 
     def draw(self, logits_BV: Tensor) -> Tensor:
-        """Draw for each unfinished row of the batch. The tokens [B]; 0 for the others."""
+        """Draw for each unfinished row of the batch. Returns the tokens [B]; 0 for finished rows."""
         tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
         going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
         if going:
@@ -121,7 +121,7 @@ class UnslothSampler(QueuedSampler):
         self._left.clear()
 
     def _refresh(self) -> None:
-        """See `QueuedSampler._refresh`: the modules hold the weights themselves."""
+        """See `QueuedSampler._refresh`. Nothing to do: the modules hold the weights themselves."""
 
 
 class _Drawing(LogitsProcessor):

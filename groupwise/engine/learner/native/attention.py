@@ -17,28 +17,28 @@ from groupwise.engine.models.native.weights import Shape
 
 
 class Attention(Protocol):
-    """Attention of some texts of a micro-batch, whose N tokens stand on one axis."""
+    """Attention of some texts of a micro-batch, whose N tokens are concatenated on one axis."""
 
     @property
     def query_scale(self) -> float:
-        """Factor for queries before they are passed in: the inverse root of their size, or 1 if scores are divided here."""
+        """Factor for the caller to apply to queries: the inverse root of the head size, or 1 if this class scales the scores."""
         ...
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Write attention's output for the texts' queries [N, heads, D], times `query_scale`, into their rows of `out` [N, heads · D]."""
+        """Write the output for the texts' queries [N, heads, D], multiplied by `query_scale`, into their rows of `out` [N, heads · D]."""
         ...
 
     def backward(
         self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
     ) -> None:
-        """Write the gradients of the texts' rows into `d_qkv` [N, heads + 2 kv_heads, D], and add those of their prompt's."""
+        """Write the gradients of the texts' rows into `d_qkv` [N, heads + 2 kv_heads, D], and add those of their prompt's rows."""
         ...
 
 
 def attention_of(
     shape: Shape, texts: Sequence[Texts], dtype: torch.dtype, device: torch.device
 ) -> Sequence[Attention]:
-    """Attention for all texts, in the order in which it must be called."""
+    """The attention objects for all texts, in the order in which they must be called."""
     if device.type == "cpu":
         return piece_attention(shape, texts, device)
     if varlen.suits(shape, dtype, device):

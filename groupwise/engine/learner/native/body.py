@@ -1,10 +1,10 @@
-"""All layers forward and backward, by hand: no graph, and each layer keeps only what cannot be computed again quickly.
+"""Computes all layers forward and backward, by hand: there is no autograd graph, and a layer keeps only tensors that are slow to recompute.
 
-A layer keeps: the residual stream before attention and before the MLP, queries, keys and values as they come, attention's output,
-gate and up, and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are computed again. With
-recomputation, only the residual stream before each layer is kept.
+A layer keeps: the residual stream before attention and before the MLP; queries, keys and values before rotation; attention's output;
+gate and up; and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are recomputed. With `recompute`,
+only the residual stream before each layer is kept.
 
-The residual stream and its gradient are float32, products are in the model's number format, as in the sampler.
+The residual stream and its gradient are float32; products are in the model's number format, as in the sampler.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from groupwise.engine.models.native.weights import Layer, NativeModel
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A micro-batch that is computed by a model with an adapter."""
+    """A micro-batch, and the model with an adapter that computes it."""
 
     model: NativeModel
     batch: FlatBatch
     rotations_N1C: Tensor
     query_rotations_N1C: Tensor
-    """Rotations times the factor that attention wants for queries."""
+    """Rotations multiplied by the attention's `query_scale`."""
     attention: Sequence[Attention]
     products: list[Product]
     recompute: bool
-    """Keep next to nothing of a layer and compute it again in the backward pass."""
+    """Keep only the input of each layer, and recompute the layer in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Activations:
     """The residual stream before the MLP."""
     gate_up_N2F: Tensor
     lows: tuple[Tensor | None, ...]
-    """x Aᵀ of each of the four products."""
+    """x Aᵀ of each of the layer's four products; None without an adapter."""
 
 
 def residual_stream(
     model: NativeModel, batch: FlatBatch, factors: Mapping[str, Factors], *, recompute: bool
 ) -> Tensor:
-    """The residual stream [N, H] after all layers; its gradient reaches the factors."""
+    """The residual stream [N, H] after all layers; its backward pass computes the gradients of the factors."""
     device = model.device
     with torch.no_grad():
         products = [Product(linear, factors) for linear in model.products[:-1]]
@@ -76,7 +76,7 @@ def residual_stream(
 
 
 def _factors(products: Sequence[Product], factors: Mapping[str, Factors]) -> Iterator[Tensor]:
-    """Factors of all products, in the order in which `_Body.backward` gives their gradients."""
+    """Factors of all products, in the order in which `_Body.backward` returns their gradients."""
     for product in products:
         for each in product.adapted:
             yield factors[each.part.path].down_RI
@@ -84,7 +84,7 @@ def _factors(products: Sequence[Product], factors: Mapping[str, Factors]) -> Ite
 
 
 class _Body(torch.autograd.Function):
-    """The embeddings and all layers; the factors of the adapter are its inputs."""
+    """The embeddings and all layers. Its inputs are the factors of the adapter, so autograd asks for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, work: Work, gradient: bool, *_: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class _Body(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         work: Work = ctx.work
         kept: list[Activations | Tensor] = ctx.kept
-        d_NH = grad_outputs[0].clone()  # from here on it is changed in place
+        d_NH = grad_outputs[0].clone()  # changed in place from here on
         gradients: list[Tensor] = []
         for number in reversed(range(len(work.model.layers))):
             of_layer = kept.pop()
@@ -114,7 +114,7 @@ class _Body(torch.autograd.Function):
 
 
 def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Activations]:
-    """The residual stream after a layer, and what its backward pass needs."""
+    """The residual stream after a layer, and the tensors that its backward pass needs."""
     model, layer = work.model, work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
@@ -132,7 +132,7 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
 
 
 def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys at their positions, queries as attention wants them, and values."""
+    """Rotated queries, multiplied by `query_scale`; rotated keys; and values."""
     model = work.model
     queries, keys, values = model.split(qkv_NO)
     return (
@@ -143,7 +143,7 @@ def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Ten
 
 
 def _backward_layer_(work: Work, number: int, kept: Activations, d_NH: Tensor) -> list[Tensor]:
-    """Turn the gradient of the residual stream after a layer into that before it; return those of the layer's factors."""
+    """Turn the gradient of a layer's output into that of its input, in place; return the gradients of the layer's factors."""
     layer = work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_low, output_low, gate_up_low, down_low = kept.lows
@@ -184,7 +184,7 @@ def _through_norm_(
 
 
 def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tensor) -> Tensor:
-    """The gradient [N, O] of the layer's first product."""
+    """The gradient [N, O] of the output of the layer's first product (queries, keys and values)."""
     model, shape = work.model, work.model.shape
     queries, keys, values = _rotate_heads(work, layer, qkv_NO)
     turned = shape.heads + shape.kv_heads

@@ -1,6 +1,6 @@
 """Computes the steps between the matrix products of a layer, with their gradients: norm, SwiGLU, rotary positions.
 
-Nothing is kept that can be computed again from what a layer keeps.
+These functions keep no tensors; the backward pass recomputes them from the tensors that a layer keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from groupwise.engine.models.native import compiled
 from groupwise.engine.models.native.fused import kernels_for
 
 ROWS_IN_CACHE = 64
-"""Rows of gate and up that a processor handles at a time: 0.8 MB in float32 for rows of 1,536 numbers."""
+"""Rows of gate and up that a CPU handles at a time: 0.8 MB in float32 for rows of 1,536 numbers."""
 
 
 def norm_with_gradient(
@@ -26,7 +26,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm of the residual stream again, in `dtype`; its gradient is added to `into_NH`, if there is one."""
+    """Recompute the norm of the residual stream, in `dtype`; add its gradient to `into_NH` unless it is None."""
     if compiled.suits(x_NH):
         return compiled.norm_with_gradient(x_NH, weight_H, epsilon, dtype, dy_NH, into_NH)
     kernels = kernels_for(x_NH)
@@ -58,7 +58,7 @@ def add_norm_gradient(
 
 
 def swiglu(gate_up_N2F: Tensor) -> Tensor:
-    """`silu(gate) · up`, [N, F], rounded once."""
+    """`silu(gate) · up`, [N, F], rounded once at the end."""
     if compiled.suits(gate_up_N2F):
         return compiled.gated(gate_up_N2F, gate_up_N2F.dtype)
     kernels = kernels_for(gate_up_N2F)
@@ -72,7 +72,7 @@ def swiglu(gate_up_N2F: Tensor) -> Tensor:
 
 
 def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """The product once more, and the gradient [N, 2F] with respect to both halves.
+    """Recompute `swiglu`, and return it with the gradient [N, 2F] with respect to gate and up.
 
     With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
     """
@@ -94,16 +94,16 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
 
 
 def _pieces(x_NX: Tensor) -> Iterator[slice]:
-    """A few rows at a time on a processor, so that float32 numbers stay in its cache; all of them elsewhere."""
+    """Slices of a few rows on a CPU, so that their float32 copies fit its cache; one slice of all rows on other devices."""
     rows = ROWS_IN_CACHE if x_NX.device.type == "cpu" else max(1, len(x_NX))
     return (slice(start, start + rows) for start in range(0, len(x_NX), rows))
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A copy in float32, or wider."""
+    """A copy in float32, or in the same format if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 def turn_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
-    """The gradient through rotary positions, in place: a turn by the opposite angle."""
+    """Apply the gradient of rotary positions in place: a rotation by the opposite angle."""
     torch.view_as_complex(d_NJD.unflatten(-1, (-1, 2))).mul_(rotations_N1C.conj())

@@ -1,4 +1,4 @@
-"""Rows computed by plain matrices with a gradient by hand: several times faster than a graph over a model's modules."""
+"""Computes rows by plain matrices with a hand-written gradient: several times faster than autograd over a model's modules."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class NativeEngine:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
             queried = asked_of(batch.rows, outputs, model.device)
             before_N = torch.tensor(batch.before, device=model.device)[queried.among_A]
-            # Rows behind one prompt share its last place, and the gradient of an index adds theirs up in the order in which threads come;
-            # that of an embedding in theirs.
+            # Rows of one prompt share its last token. The gradient of plain indexing would add their parts in the order in which threads
+            # finish; that of `embedding` adds them in a fixed order.
             before_NH = embedding(before_N, residual_NH)
             return queried.spread(token_numbers(model, before_NH, queried.targets))
 

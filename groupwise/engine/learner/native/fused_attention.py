@@ -1,9 +1,9 @@
-"""Attention by torch's fused kernels, for a GPU, which keep scores on the chip.
+"""Attention by torch's fused kernels, for a GPU; they never write scores to memory.
 
-Queries are the last of the keys, so that their mask is the causal one of the lower right corner, which the kernels know without a
-matrix of it. Queries and keys are rounded to the number format of the values, as these kernels want them, and scores are divided by the
-root of the heads' size afterwards, as in the sampler: divided before, queries would be rounded otherwise, unless that root is a power
-of two. The gradient is torch's, for which the forward pass is computed again.
+Queries are the last of the keys, so their mask is causal and aligned to the lower right corner; the kernels support it without a mask
+tensor. Queries and keys are rounded to the number format of the values, which these kernels require. Scores are divided by the root of the
+head size after the product, as in the sampler: dividing the queries first would round them differently, unless that root is a power of
+two. The gradient is torch's; the forward pass is recomputed for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from groupwise.engine.models.native.weights import Shape
 
 
 class FusedAttention(PaddedAttention):
-    """An `Attention` of all texts of a set at once."""
+    """An `Attention` that computes all texts of a set at once."""
 
     __slots__ = ()
 
     @property
     def query_scale(self) -> float:
-        """See `Attention.query_scale`: nothing, because the kernels do it."""
+        """See `Attention.query_scale`: 1, because the kernels scale the scores."""
         return 1.0
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
@@ -58,7 +58,7 @@ class FusedAttention(PaddedAttention):
         return d_keys_MJCD, d_values_MJCD
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Queries [M, heads, L, D], keys and values [M, J, C, D], in one number format; none shares memory with the inputs."""
+        """Queries [M, heads, L, D], and keys and values [M, J, C, D], in one number format; no result shares memory with the inputs."""
         queries_MHLD = self.beside(queries).transpose(1, 2)
         return (
             queries_MHLD.to(values.dtype, copy=True),
@@ -70,7 +70,7 @@ class FusedAttention(PaddedAttention):
 def fused_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[FusedAttention]:
-    """One attention for each set of texts."""
+    """One attention object for each set of texts."""
     return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
 
 

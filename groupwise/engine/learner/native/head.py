@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of given tokens after the last layer, with their gradients, without keeping logits.
 
 With logits z (divided by the temperature T), probabilities p, entropy H and the rows of the head's weight W, the gradients with respect
-to the head's input are `d log p(target) = (W[target] − p W) / T` and `dH = −(p (log p + H)) W / T`. They are made in the
-forward pass, while the logits are there, so that the backward pass only scales them.
+to the head's input are `d log p(target) = (W[target] − p W) / T` and `dH = −(p (log p + H)) W / T`. The forward pass computes them
+while it has the logits; the backward pass only scales them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from groupwise.engine.models.native.facts import CHUNK
 from groupwise.engine.models.native.weights import NativeModel
 
 ROWS_IN_CACHE = 16
-"""Rows of float32 logits that a processor handles at a time: 3 MB for a vocabulary of 49,152."""
+"""Rows of float32 logits that a CPU handles at a time: 3 MB for a vocabulary of 49,152."""
 
 
 def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> TokenNumbers:
     """The numbers of the targets, from the residual stream [N, H] after all layers.
 
-    They are those of `groupwise.engine.models.logprobs.token_logprobs`.
+    They equal those of `groupwise.engine.models.logprobs.token_logprobs`.
     """
     gradient = torch.is_grad_enabled() and residual_NH.requires_grad
     logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
@@ -33,7 +33,7 @@ def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> 
 
 
 class _Head(torch.autograd.Function):
-    """Final norm and head; see the module."""
+    """Final norm and head; see the module's docstring."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ class _Head(torch.autograd.Function):
 
 
 class _Numbers:
-    """The results, filled chunk by chunk, and the memory in which a chunk is computed."""
+    """The results, filled chunk by chunk, and the buffers for computing a chunk."""
 
     def __init__(
         self, model: NativeModel, residual_NH: Tensor, targets: Targets, gradient: bool
@@ -84,7 +84,7 @@ class _Numbers:
         self._probabilities_RV = torch.empty_like(self._scaled_RV)
 
     def compute(self, start: int, end: int) -> None:
-        """The numbers of the places from `start` to `end`."""
+        """Compute the numbers of the targets from `start` to `end`."""
         model, targets = self._model, self._targets
         logits_CV = model.head.many(model.normed(self._residual_NH[start:end], model.norm_H))
         entropy_CV = None if self.entropy_slopes_NH is None else torch.empty_like(logits_CV)
@@ -110,7 +110,7 @@ class _Numbers:
     def _rows(
         self, places: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None
     ) -> None:
-        """The numbers of a few places; with gradients, the logits are overwritten by the factors for the weight."""
+        """Compute the numbers of a few targets. With gradients, overwrite the logits with the factors of the head's weight rows."""
         count = len(logits_RV)
         scaled_RV, probabilities_RV = self._scaled_RV[:count], self._probabilities_RV[:count]
         scaled_RV.copy_(logits_RV).div_(targets.temperatures_N[:, None])
@@ -118,7 +118,7 @@ class _Numbers:
             known_X2 = targets.withheld_X2[targets.withheld_X2[:, 1] < scaled_RV.shape[1]]
             scaled_RV[known_X2[:, 0], known_X2[:, 1]] = NEVER
         torch.softmax(scaled_RV, -1, out=probabilities_RV)
-        # From the largest, whose probability is no less than 1 / V; that of others may be 0 in float32.
+        # Computed from the largest logit, whose probability is at least 1 / V; those of others may be 0 in float32.
         normaliser_R = scaled_RV.amax(-1).sub_(probabilities_RV.amax(-1).log_())
         ids_R1 = targets.ids_N[:, None]
         entropies_R = normaliser_R - torch.linalg.vecdot(probabilities_RV, scaled_RV)

@@ -1,8 +1,8 @@
-"""Lays rows out on one axis without padding, so that a prompt of several rows is computed once.
+"""Lays rows out on one axis without padding, so that a prompt with several rows is computed once.
 
-A prompt with several completions stands there once, and its completions behind it; each of them sees the prompt and itself. A prompt
-with one completion is one text with it. Nothing follows the last token of a completion, so it is left out. A micro-batch is whole
-groups, as many as its budget allows; a group that is too large for it is cut by its members, and its prompt repeated.
+A prompt with several completions is placed once, and its completions after it; each of them sees the prompt and itself. A prompt with one
+completion forms a single text with it. The last token of a completion is left out, because no token is predicted from it. A micro-batch
+holds whole groups, as many as its budget allows. A group that exceeds the budget is cut between its members, and its prompt repeated.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import by_prompt, widest
 
 SPREAD = 2
-"""Texts are computed beside each other, padded to the longest, if that is at most so many times as long as the shortest."""
+"""Texts are computed as one padded batch if the longest is at most this many times as long as the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts behind each other, longest first. Each sees itself, and all see the same prompt, or none."""
+    """Consecutive texts, longest first. Each sees itself, and all see the same prompt, or none."""
 
     start: int
-    """Place where the first of them begins."""
+    """Index of the first token of the first text."""
     lengths: tuple[int, ...]
     prompt: tuple[int, int] | None = None
-    """Start and length of the prompt that they see."""
+    """Start and length of the prompt that they see; None: they see none."""
 
     @property
     def end(self) -> int:
-        """Place behind the last of them."""
+        """Index after the last token of the last text."""
         return self.start + sum(self.lengths)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens that all of them see."""
+        """Tokens of the prompt that they see."""
         return 0 if self.prompt is None else self.prompt[1]
 
 
@@ -44,15 +44,15 @@ class FlatBatch:
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Index of each row in the sequence that was cut up."""
+    """Index of each row in the list given to `cut`."""
     token_ids: tuple[int, ...]
     """Ids of the tokens of all texts, N."""
     positions: tuple[int, ...]
     """Position of each token in its own text, prompt included; N."""
     texts: tuple[Texts, ...]
-    """Together they are all tokens, those that see no prompt first."""
+    """Sets of texts that together cover all tokens; those that see no prompt come first."""
     before: tuple[int, ...]
-    """The place of the token before each completion token, one row after another."""
+    """Index of the token before each completion token, one row after another."""
 
     @property
     def width(self) -> int:
@@ -66,9 +66,9 @@ class FlatBatch:
 
 
 def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[FlatBatch]:
-    """Micro-batches of all rows, each of at most `max_tokens` tokens, or a single row that is longer. Prompts keep their order.
+    """Micro-batches of all rows, each of at most `max_tokens` tokens, or of a single longer row. Prompts keep their order.
 
-    Without `packing`, no two prompts share one.
+    Without `packing`, a micro-batch has rows of one prompt only.
     """
     batches: list[FlatBatch] = []
     taken: list[list[int]] = []
@@ -85,7 +85,7 @@ def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[F
 
 
 def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """The members of a group, longest first, in parts that the budget allows; at least one each."""
+    """Divide the members of a group, longest first, into parts that fit the budget; each part has at least one."""
     part: list[int] = []
     for index in sorted(members, key=lambda index: -len(rows[index].completion_ids)):
         if part and _tokens(rows, [*part, index]) > max_tokens:
@@ -96,15 +96,15 @@ def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> It
 
 
 def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
-    """Tokens to compute for the rows of one prompt together."""
+    """Tokens to compute for these rows of one prompt."""
     own = sum(len(rows[index].completion_ids) - 1 for index in members)
     return len(rows[members[0]].prompt_ids) + own
 
 
 def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
-    """The micro-batch of these rows, which are grouped by their prompt and longest first within it."""
+    """The micro-batch of these rows, given by group; within a group the longest comes first."""
     axis = _Axis()
-    trunks: list[tuple[int, ...]] = []  # tokens that see no prompt
+    trunks: list[tuple[int, ...]] = []  # texts that see no prompt
     for members in groups:
         row = rows[members[0]]
         alone = row.completion_ids[:-1] if len(members) == 1 else ()
@@ -134,7 +134,7 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
 
 
 class _Axis:
-    """The one axis, while texts are put on it."""
+    """The axis of a micro-batch while texts are added to it."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -144,14 +144,14 @@ class _Axis:
     def add(
         self, texts: Sequence[Sequence[int]], prompt: tuple[int, int] | None = None
     ) -> list[int]:
-        """Put texts that see this prompt behind each other, longest first; return the start of each."""
+        """Append texts that see this prompt, longest first; return the start of each."""
         begins: list[int] = []
         first = 0 if prompt is None else prompt[1]
         for ids in texts:
             begins.append(len(self.token_ids))
             self.token_ids += ids
             self.positions += range(first, first + len(ids))
-        # In sets of similar length; empty texts are left out.
+        # Form sets of similar length; empty texts are left out.
         start, left = begins[0], [len(ids) for ids in texts if ids]
         while left:
             taken = [length for length in left if SPREAD * length >= left[0]]

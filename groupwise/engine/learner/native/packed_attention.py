@@ -1,9 +1,9 @@
 """Attention of texts of any lengths at once, by torch's flash attention for packed sequences, for a GPU.
 
-Each text's keys are those of its prompt, gathered again for it, and its own. There is one call for a micro-batch, not one for each
-group: starting a kernel takes longer than a GPU needs for most groups. Rounding is that of
-`groupwise.engine.learner.native.fused_attention`, and the gradient is torch's, for which the forward pass is computed again; that of a
-prompt's keys is summed in float32, in the same order each time.
+Each text's keys are those of its prompt, gathered again for each text, and its own. There is one call for a micro-batch, not one for each
+group, because starting a kernel takes longer than a GPU needs for most groups. Rounding is that of
+`groupwise.engine.learner.native.fused_attention`. The gradient is torch's; the forward pass is recomputed for it. That of a prompt's keys
+is summed in float32, always in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from groupwise.engine.models.native.weights import Shape
 
 
 class PackedAttention:
-    """A `groupwise.engine.learner.native.attention.Attention` of all texts, which stand behind each other on one axis."""
+    """A `groupwise.engine.learner.native.attention.Attention` of all texts, which are concatenated on one axis."""
 
     query_scale = 1.0
 
@@ -42,7 +42,7 @@ class PackedAttention:
         self._ends = (_ends(lengths, device), _ends(key_lengths, device))
         repeated = len(keys) > sum(lengths)
         self._keys_K = torch.tensor(keys, device=device) if repeated else None
-        """The token of each key; None if it is all tokens in order."""
+        """Index of the token of each key; None if the keys are all tokens in order."""
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
@@ -62,8 +62,8 @@ class PackedAttention:
         d_qkv[:, :heads] = d_queries
         d_both = torch.cat((d_keys_KJD, d_values_KJD), dim=1)
         if self._keys_K is not None:
-            # The sum, for each token, over all texts that saw it. A plain index adds in the order in which threads come; the gradient of
-            # an embedding in that of the indices.
+            # The sum, for each token, over all texts that saw it. Plain indexing would add in the order in which threads finish; the
+            # gradient of an embedding adds in the order of the indices.
             tokens, each = len(d_qkv), d_both.shape[1:]
             d_KX = d_both.to(torch.promote_types(d_both.dtype, torch.float32)).flatten(1)
             d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
@@ -71,7 +71,7 @@ class PackedAttention:
         d_qkv[:, heads:] = d_both
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Queries and the keys and values that each text sees, in one number format; none shares memory with the inputs."""
+        """Queries, and the keys and values that each text sees, in one number format; no result shares memory with the inputs."""
         both = keys.to(values.dtype), values
         if self._keys_K is None:
             keys, values = (each.clone(memory_format=torch.contiguous_format) for each in both)

@@ -1,10 +1,10 @@
-"""Texts of similar length beside each other, padded to the longest, each with its prompt's keys before its own.
+"""Texts of similar length as a batch, padded to the longest, each with its prompt's keys before its own.
 
-The keys of a shared prompt are repeated here, which costs little: they are `head size` numbers wide, while scores have a number
-for each query. The gradient of the prompt's keys is the sum over all that saw them. A padded query's output is dropped, and no real one
+The keys of a shared prompt are repeated in each text. That costs little: a key has `head size` numbers, while it has a score for each
+query. The gradient of the prompt's keys is the sum over all texts that saw them. A padded query's output is dropped, and no real query
 sees a padded key, because padding comes last.
 
-Two classes compute attention of them, on a processor and on a GPU.
+Two subclasses compute the attention, one on a CPU and one on a GPU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from groupwise.engine.models.native.weights import Shape
 
 @dataclass(frozen=True, slots=True)
 class PaddedAttention(ABC):
-    """An `Attention` within one set of texts (M texts of L tokens, J heads of keys, R queries of each)."""
+    """An `Attention` within one set of texts (M texts of L tokens, J key heads, R queries per key head)."""
 
     shape: Shape
     texts: Texts
     real_X: Tensor | None
-    """Those of the M · L places of the padded texts that hold a token; None if all do."""
+    """Indices of the M · L places of the padded texts that hold a token; None if all do."""
 
     @property
     @abstractmethod
@@ -46,9 +46,9 @@ class PaddedAttention(ABC):
         values: Tensor,
         d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Write the gradients of the queries; return those of the keys and the values [M, J, C, D], with any values for padding.
+        """Write the gradients of the queries; return those of keys and values [M, J, C, D], with arbitrary values for padding.
 
-        `d_out` is the gradient of the output of `forward`, the next three are its arguments.
+        `d_out` is the gradient of the output of `forward`; the next three are the arguments of `forward`.
         """
 
     def backward(
@@ -69,16 +69,16 @@ class PaddedAttention(ABC):
 
     @property
     def count(self) -> int:
-        """Texts, M."""
+        """Number of texts, M."""
         return len(self.texts.lengths)
 
     @property
     def length(self) -> int:
-        """Tokens of the longest, L."""
+        """Tokens of the longest text, L."""
         return self.texts.lengths[0]
 
     def beside(self, x: Tensor) -> Tensor:
-        """The rows of the texts as [M, L, …], padded with 0."""
+        """The rows of the texts as a batch [M, L, …], padded with 0."""
         own = self._rows(x)
         if self.real_X is not None:
             padded = own.new_zeros(self.count * self.length, *own.shape[1:])
@@ -86,7 +86,7 @@ class PaddedAttention(ABC):
         return own.view(self.count, self.length, *own.shape[1:])
 
     def with_prompt(self, x_NJD: Tensor, more: int = 0) -> Tensor:
-        """Keys or values [M, J, C, D]: those of the prompt, then the texts' own, then some that no query sees, which are 0."""
+        """Keys or values [M, J, C, D]: those of the prompt, then the texts' own, then `more` zeros that no query sees."""
         prompt, (heads, size) = self.texts.prompt_length, x_NJD.shape[1:]
         end = prompt + self.length
         all_MJCD = x_NJD.new_empty(self.count, heads, end + more, size)
@@ -97,14 +97,14 @@ class PaddedAttention(ABC):
         return all_MJCD
 
     def room(self, x: Tensor) -> Tensor:
-        """[M, L, …]: the texts' rows of x themselves if none is padded, else memory for them."""
+        """Output buffer [M, L, …]: the texts' rows of x themselves if none is padded, else new memory."""
         rows = self._rows(x)
         if self.real_X is not None:
             rows = x.new_empty(self.count * self.length, *x.shape[1:])
         return rows.view(self.count, self.length, *x.shape[1:])
 
     def put(self, room: Tensor, x: Tensor) -> None:
-        """Copy the rows written to `room` to the texts' rows of x."""
+        """Copy the rows written to the buffer `room` to the texts' rows of x."""
         if self.real_X is not None:
             self._rows(x).copy_(room.flatten(0, 1).index_select(0, self.real_X))
 

@@ -1,8 +1,8 @@
-"""Attention by batched products over texts and heads, with its gradient, for a processor.
+"""Attention by batched products over texts and heads, with its gradient, for a CPU.
 
 With scores `S = Q Kᵀ`, masked, `P = softmax(S)` and `O = P V`, the gradients are `dV = Pᵀ dO`, `dP = dO Vᵀ`,
-`dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is made again in the backward pass. Work is done in pieces of some
-texts and queries, each with all the keys that it sees, so that memory grows with the length of texts and not with its square.
+`dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is recomputed in the backward pass. Work is done in pieces of some texts and
+queries, each with all the keys that it sees, so memory grows with the length of texts and not with its square.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from groupwise.engine.models.native.linear import quick_float32
 from groupwise.engine.models.native.weights import Shape
 
 SCORES = 1 << 20
-"""Scores of a piece, at most, if a text can be cut so: 4 MB, which stay in the cache of a processor."""
+"""Most scores in a piece, if a text can be cut that small: 4 MB, which stay in a CPU's cache."""
 QUERIES = 128
-"""Queries of a piece, of a text that is cut."""
+"""Queries of a piece if a text is cut."""
 ALIGNED = 16
-"""Keys are looked at in multiples of so many, because rows of other lengths take up to four times as long."""
+"""Keys are processed in multiples of this number, because rows of other lengths take up to four times as long."""
 
 
 class Piece(NamedTuple):
-    """Some texts of a set, and some of their queries."""
+    """A range of texts of a set, and a range of their queries."""
 
     texts: slice
     queries: slice
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of texts beside each other, padded with 0 (M texts, J heads of keys, R queries of each)."""
+    """Queries, keys and values of texts as a batch, padded with 0 (M texts, J key heads, R queries per key head)."""
 
     queries_MJRLD: Tensor
     keys_MJCD: Tensor
-    """C: those of the prompt, then the text's own, then some that no query sees."""
+    """C keys: those of the prompt, then the text's own, then padding that no query sees."""
     values_MJCD: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PieceAttention(PaddedAttention):
-    """An `Attention`, a piece at a time."""
+    """An `Attention` that computes one piece at a time."""
 
     later_QX: Tensor
     """-inf if a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
 
     @property
     def query_scale(self) -> float:
-        """See `Attention.query_scale`: all of it, so that scores need no pass of their own."""
+        """See `Attention.query_scale`: the caller scales the queries, which saves a pass over the scores."""
         return self.shape.head_size**-0.5
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
@@ -115,7 +115,7 @@ class PieceAttention(PaddedAttention):
 
     @property
     def _per_token(self) -> tuple[int, int, int]:
-        """Heads of keys, queries of each, and their size."""
+        """Number of key heads, queries per key head, and head size."""
         shape = self.shape
         return shape.kv_heads, shape.queries_per_key, shape.head_size
 
@@ -143,7 +143,7 @@ class PieceAttention(PaddedAttention):
         return self.beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
 
     def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
-        """[B, Q, C], float32 or wider: texts and heads of keys, queries, and the keys up to the last of them."""
+        """Probabilities [B, Q, C], float32 or wider. B: texts times key heads; Q: queries per key head; C: keys up to the last query."""
         q_BQD, k_BCD = (
             self._queries_of(heads.queries_MJRLD, piece),
             self._visible(heads.keys_MJCD, piece),
@@ -157,7 +157,7 @@ class PieceAttention(PaddedAttention):
         return torch.softmax(scores_BQC, -1)
 
     def _queries_of(self, x_MJRLD: Tensor, piece: Piece) -> Tensor:
-        """The queries of a piece, those of one head of keys together, [B, Q, D]."""
+        """The queries of a piece, grouped by key head, [B, Q, D]."""
         return x_MJRLD[piece.texts, :, :, piece.queries].flatten(2, 3).flatten(0, 1)
 
     def _apart(self, x_BQD: Tensor, piece: Piece) -> Tensor:
@@ -175,14 +175,14 @@ class PieceAttention(PaddedAttention):
 def piece_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[PieceAttention]:
-    """One attention for each set of texts."""
+    """One attention object for each set of texts."""
     most = max(_queries(shape, each) for each in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
     return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]
 
 
 def _queries(shape: Shape, texts: Texts) -> int:
-    """Queries of a piece."""
+    """Number of queries in a piece."""
     longest = texts.lengths[0]
     scores = longest * shape.heads * (texts.prompt_length + longest)
     return longest if scores <= SCORES else min(longest, QUERIES)

@@ -1,7 +1,7 @@
-"""A product of a layer with an adapter beside it, and the gradient of its factors.
+"""A product of a layer plus its adapter, and the gradient of the adapter's factors.
 
-`y = x Wᵀ + t Bᵀ + bias` with `t = x Aᵀ`. W is frozen. Several of the model's layers may be one product; A has then the factors of all of
-them above each other, and B has each in its own rows and columns.
+`y = x Wᵀ + t Bᵀ + bias` with `t = x Aᵀ`. W is frozen. Several of the model's layers may form one product; A then stacks the factors of all
+of them, and B has each in its own rows and columns.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class AdaptedPart:
     part: Part
     start: int
     end: int
-    """Its columns of t."""
+    """`start` and `end` are its columns of t."""
     scaling: float
 
 
 class Product:
-    """One product of the model with the factors of an adapter as they are now."""
+    """One product of the model with the current factors of an adapter."""
 
     def __init__(self, linear: Linear, factors: Mapping[str, Factors]) -> None:
         self.linear = linear
@@ -67,7 +67,7 @@ class Product:
         return None if self.low is None else dy_NO @ self.low.up_OR
 
     def input_gradient(self, dy_NO: Tensor, u_NR: Tensor | None) -> Tensor:
-        """Gradient of x: `dx = dy W + u A`. On a GPU the first term is rounded before the second is added, which no step depends on."""
+        """Gradient of x: `dx = dy W + u A`. On a GPU the first term is rounded before the sum, which is precise enough here."""
         if self.low is None or u_NR is None:
             return dy_NO @ self.linear.weight_OI
         return (u_NR @ self.low.down_RI).addmm_(dy_NO, self.linear.weight_OI)
@@ -82,7 +82,7 @@ class Product:
         found: list[Tensor] = []
         for each in self.adapted:
             part = each.part
-            # The transpose of dB: this way round the product takes two thirds of the time.
+            # The transpose of dB: in this order the product takes two thirds of the time.
             d_up_RO = low_NR[:, each.start : each.end].t() @ dy_NO[:, part.start : part.end]
             d_up_OR = d_up_RO.t().float().mul_(each.scaling)
             if part.order is not None:

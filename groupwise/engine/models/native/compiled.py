@@ -1,4 +1,4 @@
-"""Passes a processor's tensors to the kernels of `groupwise.engine.models.native.kernels`, and tells if these can be used."""
+"""Passes CPU tensors to the kernels of `groupwise.engine.models.native.kernels`, and decides whether these can be used."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from groupwise.engine.models.native.facts import without_numba
 FORMATS = (torch.bfloat16, torch.float32)
 
 FEW = 64
-"""Up to this many rows one thread is faster than waking others."""
+"""Up to this many rows, one thread is faster than starting others."""
 
 
 def refusal(dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot compute a model of this format on a processor; None if they can."""
+    """Why the kernels cannot compute a model of this number format on a CPU; None if they can."""
     if dtype not in FORMATS:
         return f"{dtype} is computed on a GPU only".replace("torch.", "")
     return without_numba()
 
 
 def suits(tensor: Tensor) -> bool:
-    """True if a kernel, which runs on one thread, is the best choice for these rows of numbers."""
+    """True if a kernel, which runs on one thread, is the best choice for these rows."""
     few = len(tensor) <= FEW or torch.get_num_threads() == 1
     return tensor.device.type == "cpu" and tensor.dtype in FORMATS and few
 
 
 def array(tensor: Tensor) -> Any:
-    """The tensor's memory for numpy; bfloat16 as uint16."""
+    """The tensor's memory as a numpy array, without a copy; bfloat16 as uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return tensor.numpy()
 
 
 def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """The root-mean-square norm of float32 rows, rounded once."""
+    """The root-mean-square norm of float32 rows, rounded once at the end."""
     from groupwise.engine.models.native import kernels
 
     into_NH = torch.empty(x_NH.shape, dtype=dtype)
@@ -46,7 +46,7 @@ def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -
 
 
 def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu(gate) · up`, [N, F], rounded once."""
+    """`silu(gate) · up`, [N, F], rounded once at the end."""
     from groupwise.engine.models.native import kernels
 
     rows, both = gate_up_N2F.shape
@@ -63,7 +63,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm again; its gradient is added to `into_NH`, if there is one."""
+    """Recompute the norm; add its gradient to `into_NH` if `dy_NH` and `into_NH` are given."""
     from groupwise.engine.models.native import kernels
 
     y_NH = torch.empty(x_NH.shape, dtype=dtype)
@@ -80,7 +80,7 @@ def norm_with_gradient(
 
 
 def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """`silu(gate) · up` again, and the gradient [N, 2F] with respect to both halves."""
+    """Recompute `silu(gate) · up`, and return it with the gradient [N, 2F] with respect to gate and up."""
     from groupwise.engine.models.native import kernels
 
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)

@@ -1,4 +1,4 @@
-"""Facts about native models that need no torch: which families have one, and in what blocks its numbers are computed."""
+"""Facts about native models that need no torch: the supported families, and the sizes of the blocks in which they compute."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 256
-"""Rows of logits held at a time: 50 MB in float32 for a vocabulary of 49,152."""
+"""Most rows of logits in memory at a time: 50 MB in float32 for a vocabulary of 49,152."""
 LANES = 16
-"""Numbers of a vector of the processor."""
+"""Numbers in one vector of the CPU kernels."""
 STRETCH = 16
-"""Keys that stand beside each other, in the order [D, STRETCH]; missing ones weigh 0."""
+"""Keys are stored in blocks of this many, ordered [D, STRETCH]; missing ones get weight 0."""
 ROWS = 8
-"""Few rows are computed in multiples of this: tiles are made for it, and libraries may compute fewer with other last bits."""
+"""Products of few rows pad them to a multiple of this: tiles have this size, and libraries may give other last bits for fewer rows."""
 
 PAGE = 64
-"""Tokens of a page, in which a GPU keeps keys and values."""
+"""Tokens per page of a GPU's cache of keys and values."""
 
 
 def multiple(count: int, of: int) -> int:
-    """The least multiple of `of` that is at least as large."""
+    """The smallest multiple of `of` that is at least `count`."""
     return -(-count // of) * of
 
 
 def pages_of_a_row(tokens: int) -> int:
-    """Pages for a prompt and its completion of so many tokens together, at most: the completion begins on a page of its own."""
+    """Most pages for a prompt and its completion of `tokens` tokens together: the completion starts on a new page."""
     return multiple(tokens, PAGE) // PAGE + 1
 
 
 def head_size(config: Any) -> int:
-    """Numbers of a query, a key or a value of one head, which not every config says."""
+    """Numbers in a query, key or value of one head; computed if the config does not state it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 @cache
 def without_numba() -> str | None:
-    """Why there is no numba; None if it can be imported."""
+    """Why numba cannot be used; None if it can be imported."""
     try:
-        import numba  # noqa: F401 — asked for, not used
-    except Exception as error:  # noqa: BLE001 — beside another NumPy than it was made for, any may come
+        import numba  # noqa: F401 — only to see whether it works
+    except Exception as error:  # noqa: BLE001 — with an incompatible NumPy it may raise any error
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
             return "numba is not installed (pip install numba)"
         return f"numba cannot be imported: {error}"

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from groupwise.engine.models.native.weights import NativeModel
 
 Adapter = Sequence[Any]
-"""Parts that are added to each of `NativeModel.products`, in their order without the head: from `low_rank`, or from `packed_low_rank`
-for few rows."""
+"""For each of `NativeModel.products` but the head, in their order, the adapter's addition or None: from `low_rank`, or for few rows from
+`packed_low_rank`."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""Attention of one layer: its number and its first product, queries, keys and values [N, O], to [N, heads · D]."""
+"""Attention of one layer. Arguments: the layer's number, and its queries, keys and values [N, O]; result: [N, heads · D]."""
 
 
 def residual_after_layers(
@@ -52,7 +52,7 @@ def residual_after_layers(
 
 
 def _gated_many(model: NativeModel, gate_up: Linear, x_NH: Tensor, low: LowRank | None) -> Tensor:
-    """`silu(gate) · up` of many rows, [N, F]; on a GPU one kernel adds what an adapter does to both."""
+    """`silu(gate) · up` of many rows, [N, F]; on a GPU one kernel adds the adapter's part of both."""
     kernels = kernels_for(x_NH)
     if (
         low is None
@@ -78,7 +78,7 @@ def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Te
 
 
 def plain_logits(model: NativeModel, ids_N: Tensor, adapter: Adapter | None = None) -> Tensor:
-    """Logits [N, V] in float32 after each token of one text, as the model itself has them."""
+    """Logits [N, V] in float32 after each token of one text, without the shift of `NativeModel`."""
     rotations_N1C = model.rotations(torch.arange(len(ids_N), device=ids_N.device))
 
     def attend(number: int, qkv_NO: Tensor) -> Tensor:

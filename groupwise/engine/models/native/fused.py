@@ -1,7 +1,7 @@
-"""Finds out whether a GPU's kernels of `groupwise.engine.models.native.triton_kernels` can be used here.
+"""Determines whether the GPU kernels of `groupwise.engine.models.native.triton_kernels` can be used on this machine.
 
-Triton comes with torch's CUDA build, and compiles with the machine's C compiler. If either is missing, or gives another result than
-torch, torch's own operations compute the same by more and slower steps.
+Triton comes with torch's CUDA build, and compiles with the machine's C compiler. If either is missing, or results differ from torch's,
+torch's own operations compute the same in more and slower steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 CLOSE = 1e-4
-"""Largest difference of a kernel's result from torch's, on some rows of numbers up to 4."""
+"""Largest accepted difference between a kernel's result and torch's, on test rows with numbers up to 4."""
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """The kernels that compute a tensor like this one; None if torch does."""
+    """The kernels for tensors like this one; None if torch's own operations are used."""
     if tensor.device.type != "cuda" or tensor.dtype not in FORMATS:
         return None
     return _try_kernels(tensor.device)
@@ -30,7 +30,7 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
 
 @cache
 def _try_kernels(device: torch.device) -> ModuleType | None:
-    """The kernels, if one that was compiled and tried on this device gave the same as torch."""
+    """The kernels, if one of them, compiled and run on this device, agreed with torch."""
     try:
         from groupwise.engine.models.native import triton_kernels
 
@@ -38,7 +38,7 @@ def _try_kernels(device: torch.device) -> ModuleType | None:
         rows = rows.view(4, 72)
         found = triton_kernels.normed(rows, weight, 1e-5, torch.float32)
         error = float((found - F.rms_norm(rows, (72,), weight, 1e-5)).abs().max())
-    except Exception as reason:  # noqa: BLE001 — whatever a compiler says, torch can do without it
+    except Exception as reason:  # noqa: BLE001 — after any compiler error torch can do without it
         logger.warning(
             "Triton's kernels cannot be used here, so steps take longer: %s: %s",
             type(reason).__name__,

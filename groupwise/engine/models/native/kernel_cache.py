@@ -1,11 +1,11 @@
-"""Compiles the kernels in this folder (`kernel`), and keeps them on the disk for later runs: beside their source, or in the user's cache
-if that cannot be written.
+"""Compiles the kernels in this folder (`kernel`), and caches them on disk for later runs: next to their source, or in the user's cache if
+that is not writable.
 
-numba has a cache, whose folders and contents are used here, but not its files. Those depend only on the one source file that holds a
-kernel, though code of other files goes into it; they begin with a list that two simultaneous first runs can spoil for each other; and a
-disk that refuses one ends the run. Here each kernel has a file of its own for every kind of arguments and processor, named after the
-sources it was made of: all of this folder. Code of other sources is deleted when something is saved. A file begins with a digest of the
-rest, so one damaged by a crash is ignored. If nothing can be saved, kernels are compiled by every run.
+This module uses the folders and contents of numba's cache, but its own files. numba's files have three faults: they depend only on the one
+source file that has the kernel, though code of other files is compiled into it; they start with an index that two simultaneous first runs
+can corrupt; and a write error ends the run. Here each kernel has its own file for every kind of arguments and CPU. Its name contains a
+digest of all sources in this folder, and saving deletes files of other digests. A file starts with a digest of its content, so one damaged
+by a crash is ignored. If nothing can be saved, every run compiles the kernels.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from groupwise.core.atomic_files import building_path
 logger = logging.getLogger(__name__)
 
 PACKAGE = "groupwise.engine.models.native"
-"""Package with all code that kernels are made of."""
+"""Package with all source code of the kernels."""
 DIGEST_BYTES = 32
 
 
 def cache_of(function: Callable[..., Any]) -> Any:
-    """The cache that numba looks in before it compiles a function, and saves to afterwards; an empty one if no folder can be written."""
+    """The cache in which numba looks a function up before it compiles it, and saves it afterwards; `NullCache` if no folder is writable."""
     try:
         return KernelCache(function)
     except RuntimeError:  # numba found no folder to write to
@@ -44,21 +44,21 @@ def cache_of(function: Callable[..., Any]) -> Any:
 
 
 class KernelCache(FunctionCache):
-    """numba's cache of one function, with files of our own; writing may fail."""
+    """numba's cache of one function, with our own files; write errors are only logged."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file = KernelFiles(Path(self._cache_path), self._impl.filename_base)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function for arguments of these types; None if it is not kept."""
+        """The compiled function for arguments of these types; None if it is not cached."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _tell_of_compiling(self._cache_path)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save it, if the disk accepts it."""
+        """Save a compiled function; a write error is only logged."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -66,13 +66,13 @@ class KernelCache(FunctionCache):
 
 
 class KernelFiles:
-    """The files of one kernel."""
+    """The cache files of one kernel."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name, self._sources = folder, name, sources()
 
     def load(self, key: Any) -> Any:
-        """The function saved under this key; None if there is none, or it is damaged."""
+        """The function saved under this key; None if none is, or it is damaged."""
         try:
             stored = self._path(key).read_bytes()
         except OSError:
@@ -81,10 +81,10 @@ class KernelFiles:
         return pickle.loads(content) if digest == sha256(content).digest() else None
 
     def save(self, key: Any, value: Any) -> None:
-        """Save a value; OSError if the disk refuses."""
+        """Save a value; raises OSError if it cannot be written."""
         for other in self._folder.glob(
             "*.nb[ci]*"
-        ):  # made of other sources, also by numba's own cache
+        ):  # of other sources; these names also match files of numba's own cache
             if self._sources not in other.name:
                 other.unlink(missing_ok=True)
         content = dumps(value)
@@ -104,12 +104,12 @@ class KernelFiles:
 
 @cache
 def sources() -> str:
-    """A digest of the code that kernels are made of."""
+    """A digest of the kernels' source code."""
     return digest_of(files(PACKAGE))
 
 
 def digest_of(folder: Traversable) -> str:
-    """Digest of all Python files in a folder."""
+    """A digest of all Python files in a folder."""
     found = sha256()
     for file in sorted(folder.iterdir(), key=lambda each: each.name):
         if file.name.endswith(".py"):
@@ -120,13 +120,13 @@ def digest_of(folder: Traversable) -> str:
 
 @cache
 def _tell_of_compiling(folder: str) -> None:
-    """Log it once in a process."""
+    """Log it once per process (the function is cached)."""
     logger.info("Compiling kernels for this processor; kept in %s", folder)
 
 
 @cache
 def _tell_not_kept(reason: str) -> None:
-    """Log it once in a process for each reason."""
+    """Log each reason once per process (the function is cached)."""
     logger.warning(
         "kernels compiled for this processor cannot be kept (%s), so that every run compiles them, for some seconds: "
         "set NUMBA_CACHE_DIR to a folder with room that can be written to",
@@ -140,8 +140,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
-    `order` are LLVM's names for what it may do to the order of sums and to special numbers. If `kept`, the result is cached for later runs;
-    use it for functions called from outside, which contain the others.
+    `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `kept`, the result is cached for
+    later runs; use it for functions called from Python, which have the other kernels compiled into them.
     """
     options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}
 

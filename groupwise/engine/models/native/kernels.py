@@ -1,10 +1,9 @@
-"""Computes the steps between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys
-of a row.
+"""Computes the steps between the matrix products of a decoder, compiled for the CPU by numba: norm, SwiGLU, attention to the keys of a row.
 
-One call replaces five to forty of torch's operations, whose fixed costs are most of a token's time beside the products. Every row is
-computed by itself, so its bits depend on no other row. Sums are float32; stored numbers are rounded once.
+One call replaces five to forty torch operations, whose fixed costs are most of a token's time apart from the products. Every row is
+computed independently, so its bits depend on no other row. Sums are float32; stored numbers are rounded once.
 
-bfloat16 is handed over as uint16, the upper half of a float32.
+bfloat16 is passed as uint16, the upper half of a float32.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from groupwise.engine.models.native.vector_code import FLOATS, VectorCode
 Array = NDArray[Any]
 
 CACHE_LINE = 64
-"""Bytes that a processor fetches at once."""
+"""Bytes that a CPU fetches at once."""
 
 ROUNDING_KEPT = {"contract", "nsz", "arcp"}
-"""Sums are computed in the order in which they are written."""
+"""Fast-math flags that keep the order in which sums are written."""
 ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
-"""Sums along a row, in as many parts as the processor likes: always the same for rows of the same length."""
+"""Fast-math flags that let the compiler reorder sums along a row; rows of the same length still get the same order."""
 
 
 # Numbers
 
 
 def _number(stored: Any) -> Any:
-    """Converts a stored number to float32."""
-    raise NotImplementedError  # numba takes one of the two below
+    """Convert a stored number to float32."""
+    raise NotImplementedError  # numba compiles one of the two overloads below
 
 
 @overload(_number)
@@ -54,7 +53,7 @@ def _number_of(stored: Any) -> Callable[[Any], Any]:
 
 
 def _store(into: Any, place: Any, number: Any) -> None:
-    """Round a float32 to the format of an array, half to even, and put it there."""
+    """Round a float32 to the format of an array, half to even, and store it there."""
     raise NotImplementedError
 
 
@@ -79,7 +78,7 @@ def _typed_pointer(_: Any, address: Any, like: Any) -> Any:
 
 
 _pointer: Any = intrinsic(_typed_pointer)
-"""Called with an address and an array: a pointer to numbers of the array's type."""
+"""Called with an address and an array: returns a pointer to numbers of the array's type."""
 
 
 def _typed_prefetch(_: Any, address: Any) -> Any:
@@ -92,18 +91,18 @@ def _typed_prefetch(_: Any, address: Any) -> Any:
 
 
 _prefetch: Any = intrinsic(_typed_prefetch)
-"""Called with an address: begin to fetch the memory there."""
+"""Called with an address: starts to fetch the memory there into the cache."""
 
 
 @kernel(ROUNDING_KEPT)
 def _fetch(address: Any, size: Any) -> None:
-    """Begin to fetch so many bytes."""
+    """Start to fetch `size` bytes into the cache."""
     for place in range(address, address + size, CACHE_LINE):
         _prefetch(place)
 
 
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(89.0)
-"""Below, exp is no normal float32; above, infinite."""
+"""Below the first, exp is not a normal float32; above the second, it is infinite."""
 BITS_PER_NAT = np.float32(1.44269504)
 LOG_2_HIGH = np.float32(0.693359375)
 LOG_2_LOW = np.float32(-2.12194440e-4)
@@ -111,8 +110,8 @@ LOG_2_LOW = np.float32(-2.12194440e-4)
 
 @kernel(ROUNDING_KEPT)
 def _exp(x: Any) -> Any:
-    """e^x within 2e-7 of it: 2^k · e^r with |r| ≤ ln 2 / 2 and a polynomial for e^r (Cephes, `expf`). NaN stays NaN."""
-    # No min and max, which say nothing of NaN.
+    """e^x with a relative error below 2e-7: 2^k · e^r with |r| ≤ ln 2 / 2 and a polynomial for e^r (Cephes, `expf`). NaN stays NaN."""
+    # `min` and `max` are undefined for NaN here.
     x = LOWEST if x < LOWEST else x  # noqa: FURB136
     x = HIGHEST if x > HIGHEST else x  # noqa: FURB136
     k = np.floor(x * BITS_PER_NAT + np.float32(0.5))
@@ -132,13 +131,13 @@ def _exp(x: Any) -> Any:
 
 @kernel()
 def _inverse_root(x: Any) -> Any:
-    """A function of its own: if sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
+    """A separate function: where sums may be reordered, compilers use an estimate on some CPUs, whose last bit is wrong."""
     return np.float32(1.0) / np.sqrt(x)
 
 
 @kernel(ANY_ORDER)
 def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
-    """Write the norm of one row; returns the factor that it was multiplied with."""
+    """Write the norm of one row; returns the factor by which the row was multiplied."""
     size = x_H.shape[0]
     squares = np.float32(0.0)
     for h in range(size):
@@ -151,7 +150,7 @@ def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
 
 @kernel(ANY_ORDER, kept=True)
 def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
-    """Root-mean-square norm of each row of a float32 matrix, times a float32 weight."""
+    """Root-mean-square norm of each row of a float32 matrix, multiplied by a float32 weight."""
     for n in range(x_NH.shape[0]):
         _norm_row(x_NH[n], weight_H, epsilon, into_NH[n])
 
@@ -160,7 +159,7 @@ def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
 def norm_gradient(
     x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
 ) -> None:
-    """Write the norm again into `y_NH`, and add its gradient with respect to x to `into_NH`, if `dy_NH` has rows.
+    """Write the norm into `y_NH` again; if `dy_NH` has rows, add the norm's gradient with respect to x to `into_NH`.
 
     With g = dy w and s the factor of the row: `dx = s g − s³ x mean(g x)`.
     """
@@ -180,7 +179,7 @@ def norm_gradient(
 
 @kernel(ROUNDING_KEPT, kept=True)
 def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
-    """`silu(gate) · up`: the left half of each row and the right one."""
+    """`silu(gate) · up`; gate is the left half of each row, up the right one."""
     rows, size = into_NF.shape
     for n in range(rows):
         gate_F, up_F, into_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:], into_NF[n]
@@ -191,7 +190,7 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
 
 @kernel(ROUNDING_KEPT, kept=True)
 def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
-    """Write the same again into `y_NF`, and its gradient with respect to both halves.
+    """Write `silu(gate) · up` into `y_NF` again, and the gradient with respect to gate and up into `into_N2F`.
 
     With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
     """
@@ -217,7 +216,7 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
 def _head(
     stored_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
 ) -> None:
-    """One head of a query or key, after its norm if it has one, turned to its position and scaled."""
+    """Compute one head of a query or key: its norm if the model has one, then the rotation to its position, then the scale."""
     size = into_D.shape[0]
     factor = np.float32(1.0)
     if norm_D.shape[0]:
@@ -235,9 +234,9 @@ def _head(
 
 
 def _score_code(queries: int) -> Any:
-    """The products of some queries with 16 keys.
+    """Code for the products of some queries with 16 keys.
 
-    Called with the queries and their stride, keys [D, 16], D, the scores and their stride: addresses, and strides in bytes.
+    Its arguments are the queries and their stride, keys [D, 16], D, the scores and their stride: addresses, and strides in bytes.
     """
 
     def typed(
@@ -267,10 +266,10 @@ def _score_code(queries: int) -> Any:
 
 
 def _values_code(queries: int) -> Any:
-    """Adds 16 numbers of every value, each value times its weights.
+    """Code that adds 16 numbers of every value, each value multiplied by its weight for each query.
 
-    Called with the weights and their stride, the values and their stride, the number of values, the sums and their stride, and an array
-    in the format of the values.
+    Its arguments are the weights and their stride, the values and their stride, the number of values, the sums and their stride, and an
+    array in the format of the values.
     """
 
     def typed(
@@ -318,7 +317,7 @@ _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 @kernel(ROUNDING_KEPT)
 def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
-    """Write the products of queries with the keys of some blocks into the scores, from column `start` on."""
+    """Write the products of queries with the keys of the first `blocks` blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
     room = 4 * scores_RX.shape[1]
     for block in range(blocks):
@@ -361,7 +360,7 @@ def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
 def _add_values(
     weights_RX: Array, start: Any, values_TD: Array, count: Any, sums_RD: Array
 ) -> None:
-    """Add the first `count` values, each times its weight, which stands in the columns from `start` on."""
+    """Add the first `count` values, each multiplied by its weight; the weights are in the columns from `start` on."""
     repeat, size = sums_RD.shape
     room, width = 4 * weights_RX.shape[1], values_TD.itemsize * size
     for d in range(0, size, LANES):
@@ -396,7 +395,7 @@ def _attend_heads(
     scores_RX: Array,
     sums_RD: Array,
 ) -> None:
-    """Attention of one key head's queries to the first keys of their row and of its prompt; `scores_RX` is overwritten."""
+    """Attention of one key head's queries to the keys seen of their row and of its prompt; overwrites `scores_RX`."""
     own = STRETCH * _blocks(seen)
     both = own + STRETCH * _blocks(prompt_seen)
     _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
@@ -428,13 +427,13 @@ def attend(
     prompts_N4: Array,
     found_NO: Array,
 ) -> None:
-    """Attention of a new token of every row, to the row's own tokens and to its prompt, in one layer.
+    """Attention of one new token of every row, to the row's own tokens and to its prompt, in one layer.
 
-    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty if
-    the model has none. The caches hold keys in float32, `STRETCH` beside each other, and values; B is at least N · kv_heads, and
-    values have room for a multiple of 16 numbers. The new key and value are written behind the `written_N` that a row has.
-    `prompts_N4` are, for each row, the addresses of its prompt's keys [kv_heads, K, D, STRETCH] and values [kv_heads, P, D], its
-    length, and K; 0 for rows without one.
+    `qkv_NO` holds queries, keys and values as the product returned them. `turns_NC2` are cosines and sines. Head norms are empty if the
+    model has none. The caches hold keys in float32, in blocks of `STRETCH`, and values; B is at least N · kv_heads, and values are padded
+    to a multiple of 16 numbers. The new key and value are written after the `written_N` tokens that a row has. `prompts_N4` holds, for each
+    row, the addresses of its prompt's keys [kv_heads, K, D, STRETCH] and values [kv_heads, P, D], its length, and K; 0 for rows without a
+    prompt.
     """
     rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
     repeat = found_NO.shape[1] // size // kv_heads
@@ -453,7 +452,7 @@ def attend(
             prompt_values_JPD = numba.carray(_pointer(value_address, values_BTD), shape)
             keys_KDS, values_TD = keys_BKDS[n * kv_heads + j], values_BTD[n * kv_heads + j]
             at = written_N[n]
-            if n + 1 < rows:  # what the next row needs comes while this one is computed
+            if n + 1 < rows:  # prefetch for the next row while this one is computed
                 count, following = _blocks(written_N[n + 1] + 1), (n + 1) * kv_heads + j
                 _fetch(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
                 _fetch(

@@ -1,7 +1,7 @@
-"""Matrix products of a decoder, with the low-rank product of an adapter added before the result is rounded.
+"""Matrix products of a decoder; the low-rank product of an adapter is added before the result is rounded.
 
-Layers that read the same input are one product: queries, keys and values; gate and up. On a processor the weights are also kept in
-the order in which products with few rows, as decoding has them, are fastest.
+Layers that read the same input form one product: queries, keys and values; gate and up. On a CPU the weights are also kept in a second
+order, which is fastest for products with few rows, as in decoding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Part:
     """One of the model's own linear layers within a product."""
 
     path: str
-    """Its name in the model, as adapters know it."""
+    """Its name in the model, which adapters use too."""
     start: int
     end: int
-    """Its rows of the product's weight."""
+    """`start` and `end` are its rows of the product's weight."""
     order: Tensor | None = None
-    """How its rows are permuted: row i is the model's row order[i]. None: as they are."""
+    """Permutation of its rows: row i is the model's row order[i]. None: unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,22 @@ class LowRank:
     """The factors of all parts of a product, in the number format of its weight."""
 
     down_RI: Tensor
-    """The A factors of the parts, above each other."""
+    """The A factors of the parts, stacked."""
     up_OR: Tensor
-    """Their B factors times their scaling, each in its own rows and columns; 0 elsewhere."""
+    """Their B factors multiplied by their scaling, each in its own rows and columns; 0 elsewhere."""
 
     def added(self, x_NI: Tensor) -> Tensor:
-        """The adapter's addition [N, O]."""
+        """The adapter's addition to the product, [N, O]."""
         return (x_NI @ self.down_RI.t()) @ self.up_OR.t()
 
     def copy_(self, other: LowRank) -> None:
-        """Copy the numbers of another adapter in place."""
+        """Copy the numbers of another adapter's factors in place."""
         self.down_RI.copy_(other.down_RI)
         self.up_OR.copy_(other.up_OR)
 
 
 class Linear:
-    """`x Wᵀ + bias`, of one or several of the model's layers."""
+    """`x Wᵀ + bias` for one or several of the model's layers."""
 
     def __init__(
         self, parts: Sequence[Part], weight_OI: Tensor, bias_O: Tensor | None = None
@@ -70,13 +70,13 @@ class Linear:
         self._packed: Packed | None = None
 
     def pack(self) -> None:
-        """Order the weights for decoding; they are kept in their own order, too."""
+        """Also keep the weights in the order for decoding."""
         self._packed = Packed(self.weight_OI, self.bias_O)
 
     def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
-        """The product [N, O] of a few rows, as decoding has them, in the format of the weight or float32.
+        """The product [N, O] of a few rows, as in decoding, in the format of the weight or float32.
 
-        The adapter is one that `packed_low_rank` gave.
+        `low` is a result of `packed_low_rank`.
         """
         return self.many(x_NI, low) if self._packed is None else self._packed.product(x_NI, low)
 
@@ -90,7 +90,7 @@ class Linear:
             found_NO = in_float32(x_NI, self.weight_OI, x_NI @ low.down_RI.t(), low.up_OR)
         else:
             found_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
-        # Not added to `added`: a sum with a bias would be rounded to the bias where the adapter adds little.
+        # Added last: in `added`, a small addition of the adapter would be rounded to the precision of the larger bias.
         return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
 
     def add_many(self, into_NO: Tensor, x_NI: Tensor, low: LowRank | None) -> None:
@@ -102,7 +102,7 @@ class Linear:
             torch.addmm(into_NO, factor, weight.t(), out_dtype=torch.float32, out=into_NO)
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
-        """The adapter's addition to this product, given its factors by the names of layers; None if it leaves this product alone."""
+        """The adapter's addition to this product, from its factors by layer name; None if it does not change this product."""
         found = list(self._adapter_factors(factors))
         if not found:
             return None
@@ -116,7 +116,7 @@ class Linear:
         return LowRank(down_RI, up_OR)
 
     def packed_low_rank(self, factors: Mapping[str, Factors]) -> Any:
-        """The same as `few` takes it; None if it leaves this product alone."""
+        """Like `low_rank`, in the form that `few` takes; None if the adapter does not change this product."""
         if self._packed is None:
             return self.low_rank(factors)
         placed = [
@@ -127,7 +127,7 @@ class Linear:
     def _adapter_factors(
         self, factors: Mapping[str, Factors]
     ) -> Iterator[tuple[Part, Tensor, Tensor]]:
-        """A, and B times its scaling in the order of the part's rows, of each part that an adapter changes; rounded as the weight."""
+        """A, and B times its scaling in the part's row order, for each part that an adapter changes; in the weight's number format."""
         dtype = self.weight_OI.dtype
         for part in self.parts:
             if part.path in factors:
@@ -138,34 +138,34 @@ class Linear:
 
 
 def rounds_before_adding(x: Tensor) -> bool:
-    """True if a product of numbers like these is rounded before something is added to it.
+    """True if a product of such numbers is rounded before something is added to it.
 
-    cuBLAS rounds: an adapter that adds less than half of the last bit adds nothing, and of a step of 1e-6 only 0.04 % took effect (an H100,
-    torch 2.11). `at_once` and `in_float32` compute the same sum rounded once, and not at all.
+    cuBLAS does so: an adapter's addition below half of the last bit is lost, and of an update of 1e-6 only 0.04 % took effect (an H100,
+    torch 2.11). `at_once` computes the same sum with one rounding, and `in_float32` with none.
     """
     on_nvidia = x.device.type == "cuda" and torch.version.hip is None
     return on_nvidia and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def at_once(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
-    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; copies the weight, which pays off for many rows."""
+    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; it copies the weight, which is worth it for many rows."""
     return torch.cat((x_NI, low_NR), dim=1) @ torch.cat((weight_OI, up_OR), dim=1).t()
 
 
 def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
-    """`x Wᵀ + t Bᵀ` in float32 of numbers in bfloat16, on a GPU; has no gradient."""
+    """`x Wᵀ + t Bᵀ` in float32, of bfloat16 numbers on a GPU; has no gradient."""
     added_NO = torch.mm(low_NR, up_OR.t(), out_dtype=torch.float32)
-    # In place: else torch copies what is added to first, which takes as long as the product of few rows.
+    # In place: otherwise torch first copies `added_NO`, which takes as long as the product of few rows.
     return torch.addmm(added_NO, x_NI, weight_OI.t(), out_dtype=torch.float32, out=added_NO)
 
 
 @contextmanager
 def quick_float32(enabled: bool) -> Generator[None]:
-    """Let oneDNN compute float32 products, on AMD's processors twice as fast as MKL does.
+    """Let oneDNN compute float32 products; on AMD CPUs that is twice as fast as MKL.
 
-    Torch uses it only with permission to round to bfloat16; it is given if oneDNN would not round. Otherwise nothing changes: the
-    sampler's scores are float32, and rounded ones would be the largest difference from them. Torch still gives products of up to 4,096
-    multiplications to MKL, which may add up in another order.
+    Torch uses oneDNN only if rounding to bfloat16 is allowed, so this allows it where oneDNN would not actually round. On other CPUs
+    nothing changes: the sampler's scores are float32, and rounded ones would be the largest difference from them. Torch still gives
+    products of up to 4,096 multiplications to MKL, which may add in another order.
     """
     products = cast("Any", torch.backends.mkldnn).matmul
     before = products.fp32_precision
@@ -178,6 +178,6 @@ def quick_float32(enabled: bool) -> Generator[None]:
 
 
 def _would_round() -> bool:
-    """True if oneDNN rounds float32 to bfloat16 when allowed to: it does by AMX, and processors other than x86 may have the like."""
+    """True if oneDNN rounds float32 to bfloat16 when allowed to: it does with AMX, and non-x86 CPUs may have something similar."""
     found = torch.cpu.get_capabilities()
     return found.get("architecture") != "x86_64" or bool(found.get("amx_bf16"))

@@ -1,6 +1,6 @@
-"""A matrix kept in the order in which products with few rows read it fastest, and the factors of an adapter beside it.
+"""A copy of a matrix in the order that products with few rows read fastest, and the factors of an adapter in a matching order.
 
-A kernel has one thread; `in_parts` runs it on as many as torch uses.
+A kernel runs on one thread; `in_parts` runs it on as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from groupwise.engine.models.native.facts import LANES, ROWS, multiple
 Array = NDArray[Any]
 
 NOT_YET = np.empty((0, 0), np.float32)
-"""Passed to `products.product` instead of x Aᵀ if it should compute that, too."""
+"""Passed to `products.product` in place of x Aᵀ if it should compute x Aᵀ itself."""
 BLOCKS_OF_A_THREAD = 8
-"""Least number of tiles that is worth another thread."""
+"""Fewest tiles per thread: fewer are not worth another thread."""
 
 Placed = Sequence[tuple[int, int, Tensor, Tensor]]
-"""Parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], rounded as W is."""
+"""Parts of a product: first column, column after the last, A [R, I], and B times its scaling [columns, R], rounded like W."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLowRank:
-    """Factors of the parts of a product."""
+    """The adapter's factors for all parts of a product."""
 
     down: Array
-    """A, in tiles."""
+    """A, ordered in tiles (`Packed._in_tiles`)."""
     up_RO: Array
     """B times its scaling, in float32."""
     ranks_B2: Array
-    """The first rank that acts on each block of outputs, and the one behind the last."""
+    """For each block of outputs, the first rank that acts on it, and the rank after the last."""
 
 
 class Packed:
-    """`x Wᵀ + bias` of few rows, by `groupwise.engine.models.native.products`; the matrix is copied."""
+    """`x Wᵀ + bias` for few rows, by `groupwise.engine.models.native.products`; keeps its own copy of the matrix."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         from groupwise.engine.models.native import products
@@ -53,7 +53,7 @@ class Packed:
         self._outputs, inputs = weight_OI.shape
         self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
         self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
-        # Published weights are often bfloat16, whatever they are computed in; one row rules most others out.
+        # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
         if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
             weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
         self._weights = self._in_tiles(weight_OI)
@@ -62,7 +62,7 @@ class Packed:
         self._no_adapter = self.low_rank([])
 
     def low_rank(self, placed: Placed) -> PackedLowRank:
-        """The factors of an adapter, as `product` wants them."""
+        """The factors of an adapter, in the form that `product` takes."""
         outputs, inputs = self._shape
         ranks = sum(len(down_RI) for _, _, down_RI, _ in placed)
         down_RI = torch.zeros(multiple(ranks, LANES), inputs)
@@ -82,7 +82,7 @@ class Packed:
         return PackedLowRank(self._in_tiles(down_RI), array(up_RO), ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
-        """[N, O] in float32, without rounding before; `low` is one of `low_rank`."""
+        """The product [N, O] in float32, with no rounding in between; `low` is a result of `low_rank`."""
         from groupwise.engine.models.native import products
 
         low = self._no_adapter if low is None else low
@@ -114,7 +114,7 @@ class Packed:
         return x_NI.contiguous()
 
     def _in_tiles(self, weight_OI: Tensor) -> Array:
-        """[O / 16, I, 16], or [O / 16, I / 2, 16, 2] of pairs; extended by zeros."""
+        """The matrix as [O / 16, I, 16], or [O / 16, I / 2, 16, 2] for pairs, padded with zeros."""
         outputs, inputs = weight_OI.shape
         more = -outputs % LANES, self._shape[1] - inputs
         if any(more):
@@ -125,18 +125,18 @@ class Packed:
 
 
 def _are_halves(numbers: Tensor) -> bool:
-    """True if bfloat16 holds them without a change."""
+    """True if converting the numbers to bfloat16 does not change them."""
     return torch.equal(numbers.bfloat16().float(), numbers)
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}
-"""One pool for each number of threads; a forked process begins with none."""
+"""One pool for each number of threads; empty in a forked process, because threads do not survive a fork."""
 
 os.register_at_fork(after_in_child=_pools.clear)
 
 
 def in_parts(work: Callable[[int, int], object], count: int, *, least: int) -> None:
-    """Do `work(first, last)` for parts of 0 … `count` in parallel, each at least of the given size."""
+    """Call `work(first, last)` in parallel for parts of the range 0 to `count`, each with at least `least` elements."""
     threads = max(1, min(torch.get_num_threads(), count // least))
     if threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads, "groupwise-kernels")

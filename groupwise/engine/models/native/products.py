@@ -1,15 +1,15 @@
 """Products of a few rows with a large matrix.
 
-With few rows, reading the weights takes as long as multiplying. Here they stand in the order in which they are used and are fetched
-while the processor multiplies, where libraries do one after the other. The narrow products of an adapter and a bias belong to the same
-pass, sums are float32, and nothing is rounded.
+With few rows, reading the weights takes as long as multiplying. Here the weights are stored in the order of their use and are fetched while
+the CPU multiplies; libraries do one after the other. The same pass adds the narrow products of an adapter and a bias; sums are float32, and
+nothing is rounded.
 
-A tile is 16 outputs of some rows, whose sums stay in registers. Weights are ordered as [O / 16, I, 16], by one of three kinds of code:
+A tile is 16 outputs of some rows; its sums stay in registers. Weights are ordered as [O / 16, I, 16]. There are three kinds of code:
 
 - `FLOATS`: float32 weights and rows.
-- `HALVES`: weights in bfloat16, widened as they are read, and float32 rows. The same as `FLOATS` with half the memory.
-- `PAIRS`: weights and rows in bfloat16, two inputs at a time, by the processor's own instruction for it (AVX512_BF16); weights are
-  ordered as [O / 16, I / 2, 16, 2].
+- `HALVES`: weights in bfloat16, widened when they are read, and float32 rows. The same result as `FLOATS` with half the memory.
+- `PAIRS`: weights and rows in bfloat16, two inputs at a time, by the CPU's own instruction for it (AVX512_BF16); weights are ordered as
+  [O / 16, I / 2, 16, 2].
 
 The sums of a row do not depend on other rows.
 """
@@ -36,12 +36,12 @@ Array = NDArray[Any]
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 _HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
 USE_PAIRS = _HAS_INSTRUCTION
-"""True if `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
+"""True if `PAIRS` is best for bfloat16; without the instruction it works as well, but slowly."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
 AHEAD = 4096
-"""Bytes of weights that are fetched ahead if they are needed only once."""
+"""How many bytes ahead weights are fetched if only one tile needs them."""
 
 
 class _BFloat(ir.types.Type):
@@ -61,17 +61,17 @@ _TWOS = ir.VectorType(_BFloat(), 2 * LANES)
 
 Sums = list[Any]
 Add = Callable[[VectorCode, Any, list[Any], Any, Sums], Sums]
-"""Called with the code, addresses of a line of weights and of every row, the number of the line, and the sums; returns the new sums."""
+"""Called with the code, the address of a line of weights, the addresses of all rows, the line's number, and the sums; returns new sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Order of weights and code that multiplies them."""
+    """Order of the weights, and the code that multiplies them."""
 
     line: int
-    """Bytes of one line: the weights that stand together for the outputs of a tile."""
+    """Bytes of one line: the adjacent weights for the 16 outputs of a tile."""
     inputs: int
-    """Number of weights that this is for each output."""
+    """Number of inputs in a line."""
     add: Add
 
 
@@ -118,7 +118,7 @@ _PAIRS = _Kind(64, 2, _add_pairs)
 
 
 def _kind(x_NI: Any, weights: Any) -> _Kind:
-    """The kind of a product, chosen by numba's types of its arrays."""
+    """The kind of a product, chosen by the numba types of its arrays."""
     if x_NI.dtype == types.uint16:
         return _PAIRS
     return _HALVES if weights.dtype == types.uint16 else _FLOATS
@@ -126,7 +126,7 @@ def _kind(x_NI: Any, weights: Any) -> _Kind:
 
 def _line(x_NI: Any, weights: Any) -> Any:
     """`line` and `inputs` of the product's kind."""
-    raise NotImplementedError  # numba takes the one below
+    raise NotImplementedError  # numba compiles the overload below
 
 
 @overload(_line)
@@ -143,17 +143,17 @@ def _line_of(x_NI: Any, weights: Any) -> Callable[[Any, Any], Any]:
 def _add_rank(
     code: VectorCode, up: Any, up_stride: Any, rows: list[Any], rank: Any, sums: Sums
 ) -> Sums:
-    """One rank of an adapter: a row of B times its number in every row."""
+    """Add one rank of an adapter: a row of B, multiplied by the rank's number in every row."""
     line = code.load(up, code.builder.mul(rank, up_stride))
     return _add_fused(code, line, rows, rank, sums)
 
 
 def _tile(rows: int) -> Any:
-    """A tile of so many rows.
+    """Code for a tile of `rows` rows.
 
-    Called with x and the weights, for their kinds; then the weights, the number of lines, the address to fetch ahead and how far that
-    moves on with each line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, 16 sums to begin with, the
-    results and their stride: addresses, and strides in bytes.
+    Its arguments are x and the weights, for their types; then the address of the first line, the number of lines, the address to fetch
+    ahead and its step per line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, the 16 initial sums (the
+    bias), the results and their stride: addresses, and strides in bytes.
     """
 
     def typed(
@@ -230,13 +230,13 @@ def _multiply(
         up = up_RO.ctypes.data + 4 * (first * outputs + block * LANES)
         begun = bias_O.ctypes.data + 4 * LANES * block
         for tile in range(tiles):
-            # Weights that several tiles need stay near; meanwhile each fetches a part of the next block.
+            # Weights that several tiles need stay in the cache; meanwhile each tile fetches a part of the next block.
             fetched = at + AHEAD if tiles == 1 else at + (tiles + tile) * (lines * line // tiles)
             n = tile * LARGE
             x, low = x_NI[n:].ctypes.data, low_NR.ctypes.data + 4 * (n * ranks + first)
             into = into_NO.ctypes.data + 4 * (n * outputs + block * LANES)
             large = rows - n > SMALL
-            if ONE_SIZE or large:  # where it is one, numba compiles no other
+            if ONE_SIZE or large:  # if ONE_SIZE, numba does not compile the other branch
                 _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
                        low, 4 * ranks, last - first, begun, into, 4 * outputs)  # fmt: skip
             else:
@@ -273,11 +273,11 @@ def product(
     first: int,
     last: int,
 ) -> None:
-    """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, of the blocks of 16 outputs from `first` up to `last`.
+    """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, for the blocks of 16 outputs from `first` up to `last`.
 
-    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`
-    (W) and `down` (A) stand in the order described at the top of this file. All else is float32: of block b, only ranks
-    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
+    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights` (W) and
+    `down` (A) have the order described in the module's docstring. All else is float32. For block b, only ranks from `ranks_B2[b, 0]` up to
+    `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)

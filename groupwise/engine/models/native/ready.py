@@ -1,6 +1,6 @@
 """Compiles kernels, or loads saved ones, before they are needed, so that processes forked afterwards have them.
 
-Each is called once with tiny arrays, in the formats in which the engines of sampler and learner call it.
+Each kernel is called once with tiny arrays, in the number formats that the engines of sampler and learner use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def ready_to_decode(model: NativeModel) -> None:
     compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
     for products in (model.dtype, torch.float32):
         compiled.gated(torch.ones(1, 2, dtype=products), model.dtype)
-    # Multiply by the model's own numbers, which may be stored in another format than the model's.
+    # Use the model's own weights, which may be stored in another format than `model.dtype`.
     weight_OI = model.head.weight_OI[:LANES]
     Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
     from groupwise.engine.models.native import kernels
@@ -44,7 +44,7 @@ def ready_to_decode(model: NativeModel) -> None:
 
 
 def ready_to_learn(model: NativeModel) -> None:
-    """Compile the kernels that a gradient needs; does nothing on a GPU."""
+    """Compile the kernels that a gradient needs; on a GPU there are none."""
     if not model.compiled:
         return
     dtype = model.dtype

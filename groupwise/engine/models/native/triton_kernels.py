@@ -1,11 +1,11 @@
 """Computes the steps between the matrix products of a decoder on a GPU: each step is one kernel, written in Triton.
 
-Torch's own operations would be five to ten kernels for each of these, and starting a kernel takes a GPU longer than a step of a small
-model. All compute in float32 and round once, as torch's do; sums of a row may differ from torch's in their last bits. A row's result does
-not depend on the other rows. Formulas: `groupwise.engine.learner.native.elementwise`.
+Torch's own operations would take five to ten kernels for each step, and starting a kernel takes a GPU longer than a step of a small model.
+All compute in float32 and round once, as torch does; sums of a row may differ from torch's in their last bits. A row's result does not
+depend on the other rows. Formulas: `groupwise.engine.learner.native.elementwise`.
 """
 
-# Triton comes with torch's CUDA build alone, and its language has no types.
+# Triton comes only with torch's CUDA build, and its language has no types.
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPAN = 1024
 TILE = 16
 """Rows that one program of a kernel with products computes."""
 COLUMNS = 128
-"""Columns that it computes of them."""
+"""Columns that such a program computes."""
 
 
 @triton.jit
@@ -236,7 +236,7 @@ def _search(
     cumulative = tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0).to(tl.float64)
     cumulative = tl.cumsum(cumulative, 0)
     total = tl.max(cumulative, 0)
-    # Rounding may carry it up to the total, beyond the last token that has weight.
+    # Rounding may raise it to the total, beyond the last token that has weight.
     target = tl.minimum(tl.load(uniforms + row) * total, total - total * SMALL)
     block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), blocks - 1)
     rest = target - tl.max(tl.where(at < block, cumulative, 0.0), 0)
@@ -249,7 +249,7 @@ def _search(
     offset = tl.sum((inside <= rest).to(tl.int32), 0)
     chosen = tl.minimum(block * BLOCK + offset, vocabulary - 1)
     logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature
-    # A sum that is no number shows in the log-probability, whichever token was chosen.
+    # Make a NaN or infinite sum visible in the log-probability, for any chosen token.
     sound = tl.sum(tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0), 0)
     tl.store(tokens + row, chosen)
     tl.store(logprobs + row, logit - peak - tl.log(total.to(tl.float32)) + (sound - sound))
@@ -290,7 +290,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm again; its gradient is added to `into_NH`, if there is one."""
+    """Recompute the norm; add its gradient to `into_NH` if `dy_NH` and `into_NH` are given."""
     rows, hidden = x_NH.shape
     y_NH = torch.empty_like(x_NH, dtype=dtype)
     gradient = None if dy_NH is None or into_NH is None else (dy_NH.contiguous(), into_NH)
@@ -326,7 +326,7 @@ def gated_with_low_rank(
 
 
 def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """`silu(gate) · up` again, and the gradient [N, 2F] with respect to both halves."""
+    """Recompute `silu(gate) · up`, and return it with the gradient [N, 2F] with respect to gate and up."""
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     _gated_gradient[_spans(y_NF)](gate_up_N2F, dy_NF, y_NF, d_N2F, dy_NF.shape[1], SPAN=SPAN)
     return y_NF, d_N2F
@@ -339,7 +339,7 @@ def turned(
     epsilon: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Queries or keys after their norm and at their positions; the rows of `heads_NJD` may be part of wider ones."""
+    """Queries or keys after their norm and rotation; the rows of `heads_NJD` may be part of wider ones."""
     rows, heads, size = heads_NJD.shape
     y_NJD = heads_NJD.new_empty(heads_NJD.shape, dtype=dtype)
     normed = norm_D is not None
@@ -363,10 +363,10 @@ def cached_attention(
     prompts_S: Tensor,
     epsilon: float,
 ) -> Tensor:
-    """Write one token of each row to the cache, and attend to all tokens of its row so far: [S, heads · D] in the cache's number format.
+    """Write one new token of each row to the cache, and attend to all its row's tokens: [S, heads · D] in the cache's number format.
 
-    `qkv_SO` are queries, keys and values before the norms of queries and keys (or None) and rotary positions. A row's tokens are in the
-    pages that `pages_SM` names: the first `prompts_S` tokens in as many pages as they need, those after them from the next page on.
+    `qkv_SO` holds queries, keys and values before the norms of queries and keys (None: no norm) and before rotation. A row's tokens are in
+    the pages that `pages_SM` lists: the first `prompts_S` tokens fill as many pages as they need, and later tokens start on the next page.
     """
     rows, width = qkv_SO.shape
     _, kv_heads, page, size = keys_GJTD.shape
@@ -389,13 +389,13 @@ def cached_attention(
 
 
 def _tiles(keys_GJTD: Tensor) -> dict[str, int]:
-    """Warps of a program, and how many of its tiles are on their way at once: as many as a small GPU's shared memory holds."""
+    """Warps of a program, and the number of tiles loaded ahead: as many as a small GPU's shared memory holds."""
     tile = keys_GJTD.shape[2] * keys_GJTD.shape[3] * keys_GJTD.element_size()
     return {"num_warps": 4, "num_stages": 3 if tile <= 1 << 14 else 1}
 
 
 def _row(size: int) -> dict[str, int]:
-    """A program for each row: its block, and so many warps that each thread has about 8 numbers of it."""
+    """Launch options for one program per row: its block size, and enough warps that each thread has about 8 numbers."""
     block = int(triton.next_power_of_2(size))
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 

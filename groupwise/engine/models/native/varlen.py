@@ -1,7 +1,7 @@
-"""Causal attention of several texts behind each other in one call: torch's flash attention for packed sequences, for a GPU.
+"""Causal attention of several concatenated texts in one call: torch's flash attention for packed sequences, for a GPU.
 
-Starting a kernel takes longer than a GPU needs for most texts, so that one call for each of them would be slow. Learning uses it for a
-micro-batch, sampling for the prompts of a step.
+Starting a kernel takes longer than a GPU needs for most texts, so one call per text would be slow. The learner uses this function for a
+micro-batch, the sampler for the prompts of a step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ except ImportError:  # torch before 2.10
 FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
-"""True if the kernel needs a flag for fewer heads of keys than of queries; torch 2.11 takes them as they are."""
+"""True if the kernel needs a flag for fewer key heads than query heads; torch 2.11 needs none."""
 CAUSAL = (-1, 0)
-"""A window that ends with the query itself, the last query at the last key."""
+"""Window sizes that mean causal attention, with the last query aligned to the last key."""
 
 
 def suits(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -47,8 +47,8 @@ def attention(
     ends: tuple[Tensor, Tensor],
     longest: tuple[int, int],
 ) -> Tensor:
-    """Attention [N, H, D] of texts whose queries and keys begin and end at `ends`, 0 first, int32; none has more of them than `longest`."""
-    kernel: Any = varlen_attn  # its releases take different arguments
+    """Attention [N, H, D] of texts. `ends` are the int32 borders of queries and of keys, from 0; `longest` their largest lengths."""
+    kernel: Any = varlen_attn  # its signature differs between torch releases
     grouped = queries_NHD.shape[1] != keys_KJD.shape[1]
     options = {"enable_gqa": grouped} if GROUPED else {}
     return kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, window_size=CAUSAL, **options)

@@ -1,6 +1,6 @@
 """Writes LLVM code that numba cannot generate: sums that stay in registers over a whole loop.
 
-Used by the kernels beside it. Vectors have 16 numbers; processors with shorter ones take two or four for each.
+The kernels in this folder use it. Vectors have 16 numbers; LLVM splits them into two or four on CPUs with shorter ones.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Body = Callable[[Any, list[Any]], list[Any]]
 
 
 class VectorCode:
-    """Writes code; addresses, offsets and strides are numbers of bytes."""
+    """Writes LLVM code; addresses, offsets and strides are in bytes."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
     def number(self, value: int) -> Any:
-        """A constant."""
+        """A constant 64-bit integer."""
         return ir.Constant(LONG, value)
 
     def function(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        """One of LLVM's own functions."""
+        """One of LLVM's intrinsic functions."""
         kind = ir.FunctionType(result, arguments)
         return cgutils.get_or_insert_function(self.builder.module, kind, name)
 
     def at(self, address: Any, offset: Any, kind: Any) -> Any:
-        """A pointer."""
+        """A pointer to `address + offset`."""
         return self.builder.inttoptr(self.builder.add(address, offset), kind.as_pointer())
 
     def addresses(self, first: Any, stride: Any, count: int) -> list[Any]:
-        """The address at which each of `count` rows begins."""
+        """The start address of each of `count` rows."""
         builder = self.builder
         return [builder.add(first, builder.mul(stride, self.number(row))) for row in range(count)]
 
@@ -50,26 +50,26 @@ class VectorCode:
         return self.builder.load(self.at(address, offset, kind), align=2)
 
     def load_halves(self, address: Any, offset: Any) -> Any:
-        """Numbers in bfloat16, as float32."""
+        """Load bfloat16 numbers, and convert them to float32."""
         return self.lower_halves(self.builder.zext(self.load(address, offset, HALVES), WORDS))
 
     def lower_halves(self, words: Any) -> Any:
-        """The lower of two numbers in bfloat16, as float32."""
+        """The lower of the two bfloat16 numbers in each word, as float32."""
         builder = self.builder
         return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
 
     def upper_halves(self, words: Any) -> Any:
-        """The upper of two numbers in bfloat16, as float32."""
+        """The upper of the two bfloat16 numbers in each word, as float32."""
         builder = self.builder
         mask = ir.Constant(WORDS, [0xFFFF0000] * LANES)
         return builder.bitcast(builder.and_(words, mask), FLOATS)
 
     def store(self, vector: Any, address: Any, offset: Any) -> None:
-        """Store numbers at their address."""
+        """Store a vector at an address."""
         self.builder.store(vector, self.at(address, offset, vector.type), align=2)
 
     def spread(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
-        """A vector with one number in all places."""
+        """A vector with the one number at this address in all places."""
         nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(INT, 0)
         number = self.load(address, offset, kind.element)
         vector = self.builder.insert_element(nothing, number, first)
@@ -81,14 +81,14 @@ class VectorCode:
         return self.builder.call(fma, [left, right, total])
 
     def prefetch(self, address: Any, offset: Any) -> None:
-        """Begin to fetch the memory there into all caches."""
+        """Start to fetch the memory there into all caches."""
         kinds = [BYTE.as_pointer(), INT, INT, INT]
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
         reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 3, 1))
         self.builder.call(fetch, [self.at(address, offset, BYTE), reading, all_caches, data])
 
     def loop(self, count: Any, sums: list[Any], body: Body) -> list[Any]:
-        """The sums after `count` times `body`, which may be none."""
+        """The sums after running `body` `count` times, which may be 0."""
         builder = self.builder
         before = builder.block
         check, inside, after = map(builder.append_basic_block, ("check", "inside", "after"))

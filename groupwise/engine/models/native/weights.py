@@ -1,12 +1,12 @@
 """A decoder of the Llama family as plain matrices: Llama, Mistral, Qwen2 and Qwen3.
 
-They differ in biases, in norms of queries and keys, and in numbers, not in shape: norm, attention with rotary positions, norm, SwiGLU.
-Sampler and learner compute them without transformers' modules, in one arithmetic: the residual stream and norms in float32, products
-in the model's number format, an adapter added before rounding. `refusal` says why a model cannot be computed so; the check at the end
-of `NativeModel` compares with the model itself.
+These families differ in biases, in norms of queries and keys, and in sizes, but not in structure: norm, attention with rotary positions,
+norm, SwiGLU. Sampler and learner compute them without transformers' modules, in the same arithmetic: the residual stream and norms in
+float32, products in the model's number format, an adapter added before rounding. `refusal` gives the reason if a model cannot be computed
+this way. At the end of its construction, `NativeModel` compares its logits with the model's own.
 
-The rows of queries and keys are interleaved, so that the two numbers which a rotary position turns stand beside each other and the turn
-is one complex product. Scores do not change, because both are permuted alike.
+The rows of queries and keys are interleaved, so that the two numbers that a rotary position rotates are adjacent and the rotation is one
+complex product. Scores do not change, because both are permuted in the same way.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from groupwise.engine.models.native.linear import Linear, Part
 logger = logging.getLogger(__name__)
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose frequencies do not depend on the length of the text."""
+"""Types of rotary positions whose frequencies do not depend on the length of the text."""
 PRODUCTS = {
     "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
     "output": ("self_attn", ("o_proj",)),
     "gate_up": ("mlp", ("gate_proj", "up_proj")),
     "down": ("mlp", ("down_proj",)),
 }
-"""Names under which transformers keeps the matrices of each product of a layer; the product stacks them in this order."""
+"""Transformers' names for the matrices of each product of a layer; the product stacks them in this order."""
 
 _native_models: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
 
 PROBE = 32
 """Tokens of the text on which native and transformers' logits are compared."""
 SHARE_OF_PEAK = 0.85
-"""Logits are shifted by so much of the probe's peaks: those of real texts are lower, and of the tokens drawn lower still."""
+"""Logits are shifted by this share of the probe's peaks, since logits of real texts are lower, and those of drawn tokens lower still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def queries_per_key(self) -> int:
-        """Heads that share the same keys."""
+        """Query heads that share one key head."""
         return self.heads // self.kv_heads
 
 
@@ -74,7 +74,7 @@ class Layer:
     attention_norm_H: Tensor
     qkv: Linear
     query_norm_D: Tensor | None
-    """Norm within each head of the queries, if the model has one."""
+    """Norm within each head of the queries, if the model has one; likewise for the keys."""
     key_norm_D: Tensor | None
     output: Linear
     mlp_norm_H: Tensor
@@ -83,19 +83,19 @@ class Layer:
 
     @property
     def products(self) -> tuple[Linear, ...]:
-        """Those that adapters may change, in the order of computation."""
+        """The products that adapters may change, in the order of computation."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
 class NativeModel:
-    """The weights of a transformers model in the order in which they are computed.
+    """The weights of a transformers model, grouped and ordered for computation.
 
-    The model's own modules share memory with these matrices, but for queries and keys. The logits that `head` gives are lower than the
+    The model's own modules share memory with these matrices, except for queries and keys. The logits that `head` gives are lower than the
     model's by `shift`.
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
-        """Raises ValueError with the reason if `refusal` gives one, and with `check` if results differ from the model's own."""
+        """Raise ValueError if `refusal` gives a reason, or, with `check`, if the logits differ from the model's own."""
         reason = refusal(model)
         if reason:
             raise ValueError(reason)
@@ -113,7 +113,7 @@ class NativeModel:
         self.dtype = model.dtype
         self.device = model.device
         self.compiled = self.device.type == "cpu"
-        """True if kernels of our own may compute the steps between products."""
+        """True if our own CPU kernels may compute the steps between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         path = next(path for path, module in model.named_modules() if module is body)
         self.layers = [
@@ -128,13 +128,13 @@ class NativeModel:
         self._magnitude = float(body.rotary_emb.attention_scaling)
         self.shift = 0.0
         rounded = self.dtype != torch.float32
-        if check or rounded:  # else nothing depends on what it computes
+        if check or rounded:  # the probe's result is needed
             logits_NV = self._probe_logits(model if check else None)
             if rounded:
                 self._shift_head(logits_NV)
 
     def pack(self) -> None:
-        """Order all weights for decoding on a processor, unless they are ordered already."""
+        """Also keep all weights in the order for decoding on a CPU, unless that has been done."""
         if self.packed or not self.compiled:
             return
         for linear in self.products:
@@ -147,7 +147,7 @@ class NativeModel:
         return [*(linear for layer in self.layers for linear in layer.products), self.head]
 
     def rotations(self, positions_N: Tensor) -> Tensor:
-        """[N, 1, D / 2], complex: factors of queries and keys at these positions, the same for every head."""
+        """Complex factors [N, 1, D / 2] that rotate queries and keys to these positions, the same for every head."""
         angles_NC = positions_N[:, None].float() * self._frequencies_C
         return torch.polar(torch.full_like(angles_NC, self._magnitude), angles_NC)[:, None]
 
@@ -156,7 +156,7 @@ class NativeModel:
         return F.embedding(ids_N, self.embedding_VH).float()
 
     def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor:
-        """The root-mean-square norm of the residual stream, in the model's number format; `few` if `Linear.few` comes next."""
+        """The root-mean-square norm of the residual stream, in the model's number format; `few`: the result is passed to `Linear.few`."""
         shape = self.shape
         if self._by_kernels(x_NH, few=few):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
@@ -180,7 +180,7 @@ class NativeModel:
         return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
-        """Queries or keys after their norm and at their positions, in float32; by kernels of a GPU in the model's number format."""
+        """Queries or keys after their norm and rotation; in float32, or in the model's number format if GPU kernels compute them."""
         kernels = kernels_for(heads_NJD)
         if kernels is not None:
             given = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
@@ -194,7 +194,7 @@ class NativeModel:
     def heads(
         self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys at their positions, and values: `split` and `turned`."""
+        """Rotated queries and keys, and values: `split`, then `turned`."""
         queries, keys, values = self.split(qkv_NO)
         return (
             self.turned(queries, layer.query_norm_D, rotations_N1C),
@@ -212,9 +212,9 @@ class NativeModel:
         )
 
     def _by_kernels(self, x: Tensor, *, few: bool) -> bool:
-        """True if kernels of our own compute the steps between products.
+        """True if our own kernels compute the steps between products.
 
-        In decoding they do for any number of rows: torch may change a row's last bits whenever others join it.
+        In decoding they do so for any number of rows, because torch may change a row's last bits when the number of rows changes.
         """
         return (few and self.packed) or (self.compiled and compiled.suits(x))
 
@@ -233,7 +233,7 @@ class NativeModel:
         )
 
     def _fused_linear(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
-        """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
+        """One of `PRODUCTS` as a `Linear`; the first `turned` of its matrices get their rows interleaved within each head."""
         name, children = PRODUCTS[product]
         modules = [_base_layer(getattr(getattr(layer, name), child)) for child in children]
         size = self.shape.head_size
@@ -266,15 +266,15 @@ class NativeModel:
 
     @torch.no_grad()
     def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
-        """Logits of some text; raises ValueError if they are not those of `model`, if there is one to compare with."""
+        """Logits of a fixed text; raises ValueError if `model` is given and its logits differ."""
         ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
         ours_NV = plain_logits(self, ids_N)
         if model is None:
             return ours_NV
         theirs_NV = model(input_ids=ids_N[None]).logits[0].float()
-        close = 1e-3 if self.dtype == torch.float32 else 0.2  # of bfloat16, noise alone makes 0.07
+        close = 1e-3 if self.dtype == torch.float32 else 0.2  # bfloat16's noise alone makes 0.07
         difference = float((ours_NV - theirs_NV).abs().mean() / theirs_NV.std())
-        # NaN logits say nothing about the model, and a sampler that draws from them raises.
+        # NaN logits show no difference between the two, and a sampler that draws from them raises an error anyway.
         if theirs_NV.isfinite().all() and not difference <= close:
             raise ValueError(
                 f"its logits differ, by {difference:.3g} of their spread, from what its weights give in a plain "
@@ -283,9 +283,9 @@ class NativeModel:
         return ours_NV
 
     def _shift_head(self, logits_NV: Tensor) -> None:
-        """Move the likeliest tokens' logits near 0, where bfloat16 is finest, by a bias that is added before rounding.
+        """Move the logits of the most likely tokens near 0, where bfloat16 is finest, by a bias that is added before rounding.
 
-        Log-probabilities do not see it, but the noise in them falls by a third.
+        Log-probabilities do not change by a common shift, but their noise falls by a third.
         """
         if not logits_NV.isfinite().all():
             return
@@ -300,7 +300,7 @@ class NativeModel:
 def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
     """The model as plain matrices; None, with the reason in the log, if it has no such form.
 
-    It is built once for each model, and again with `anew` after weights have changed.
+    It is built once for each model, and built again with `anew`, after weights have changed.
     """
     if model not in _native_models:
         try:
@@ -341,7 +341,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def _unreadable(model: PreTrainedModel) -> str | None:
-    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None if all are."""
+    """Why one of its weights is not a plain matrix in the model's number format, e.g. in a quantised model; None if all are."""
     for name, module in _matrices(model):
         if type(module) not in (nn.Linear, nn.Embedding):
             return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"
@@ -352,7 +352,7 @@ def _unreadable(model: PreTrainedModel) -> str | None:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Modules that hold the weights of all products and of the embeddings, without adapters, each with a name for people."""
+    """Modules that hold the weights of all products and of the embeddings, without adapters, each with a name for messages."""
     body: Any = model.get_decoder()
     for number, layer in enumerate(body.layers):
         for owner, children in PRODUCTS.values():
@@ -366,14 +366,14 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _base_layer(module: nn.Module) -> nn.Linear:
-    """The linear layer below an adapter, if there is one."""
+    """The linear layer inside an adapter layer, or the module itself if it is none."""
     return cast(
         "nn.Linear", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
     )
 
 
 def _interleaved_order(size: int, device: torch.device) -> Tensor:
-    """The order that brings i and i + size / 2 beside each other."""
+    """The order that makes i and i + size / 2 adjacent."""
     return torch.arange(size, device=device).view(2, -1).t().flatten()
 
 

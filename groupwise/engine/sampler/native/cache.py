@@ -1,7 +1,7 @@
-"""Keys and values: those of a prompt, kept once for all of its rows, and those of the rows' own tokens.
+"""Keys and values: those of a prompt, stored once for all of its rows, and those of the rows' own tokens.
 
-Keys are float32 and stand in blocks of `STRETCH`, each [D, STRETCH], so that a query reads a block as one stream of memory. Rows of
-values have room for a multiple of 16 numbers.
+Keys are float32, in blocks of `STRETCH`, each [D, STRETCH], so that a query reads a block as one stream of memory. Rows of values are
+padded to a multiple of 16 numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class NativePrompt(Prompt):
     """A prompt with its keys and values in every layer."""
 
     keys_LJKDS: Tensor
-    """Keys of all layers, with zeros behind the last."""
+    """Keys of all layers, padded with zeros."""
     values_LJPD: Tensor
-    """Values, extended likewise; P = K · S."""
+    """Values of all layers, padded with zeros; P = K · S."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of one prompt that stand beside each other."""
+    """Adjacent rows of one prompt."""
 
     prompt: NativePrompt
     start: int
@@ -40,7 +40,7 @@ class Group:
 
 
 def groups(rows: Sequence[Row]) -> Iterator[Group]:
-    """The groups of rows, in the order of the rows."""
+    """Yield the groups of adjacent rows with the same prompt, in order."""
     start = 0
     for prompt, members in groupby(rows, key=lambda row: row.prompt):
         end = start + len(list(members))
@@ -50,19 +50,19 @@ def groups(rows: Sequence[Row]) -> Iterator[Group]:
 
 
 def in_blocks(keys_PJD: Tensor) -> Tensor:
-    """Keys of a text as [J, K, D, S]."""
+    """Keys of a text as [J, K, D, S], padded with zeros."""
     keys_JDP = F.pad(keys_PJD.permute(1, 2, 0), (0, -len(keys_PJD) % STRETCH))
     return keys_JDP.unflatten(-1, (-1, STRETCH)).transpose(1, 2).contiguous()
 
 
 def with_room(values_PJD: Tensor) -> Tensor:
-    """Values of a text as [J, P, D], both extended by zeros."""
+    """Values of a text as [J, P, D]; P and D are padded with zeros."""
     more = -values_PJD.shape[2] % LANES, -len(values_PJD) % STRETCH
     return F.pad(values_PJD.transpose(0, 1), (0, more[0], 0, more[1]))
 
 
 class OwnCache:
-    """Keys and values of the rows' own tokens, grown as they are needed and kept from then on."""
+    """Keys and values of the rows' own tokens. It grows when needed and never shrinks."""
 
     def __init__(self, model: NativeModel) -> None:
         shape = model.shape
@@ -73,7 +73,7 @@ class OwnCache:
         self.values_LBTD = torch.empty(layers, 0, 0, width, device=model.device, dtype=model.dtype)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for so many rows of so many tokens; the content stays."""
+        """Ensure room for `rows` rows of `length` tokens; the content is kept."""
         if rows <= self.rows and length <= self.length:
             return
         rows = max(self.rows, multiple(rows, ROWS))
@@ -88,7 +88,7 @@ class OwnCache:
         self.rows, self.length = rows, length
 
     def arrange(self, places: Sequence[int], length: int) -> None:
-        """Row i becomes the one that was at `places[i]`; the first `length` tokens of each move."""
+        """Reorder rows: row i becomes the one that was at `places[i]`. The first `length` tokens of each are moved."""
         first = next((new for new, old in enumerate(places) if new != old), None)
         if first is None:
             return

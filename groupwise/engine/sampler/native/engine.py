@@ -1,11 +1,10 @@
-"""Decoding by plain matrices: rows stand densely, a prompt's keys and values are kept once for all of its rows.
+"""Decoding by plain matrices on a CPU: rows are dense, and a prompt's keys and values are stored once for all of its rows.
 
 Per token and layer there are four matrix products over all rows, and attention to two kinds of keys: those of the prompt and those of
-the row's own tokens. Scores are float32, because their rounding to bfloat16 would be the largest difference between sampler and
-learner.
+the row's own tokens. Scores are float32, because rounding them to bfloat16 would be the largest difference between sampler and learner.
 
-Rows are kept in the order of their groups, so that a group's rows stand beside each other. They are computed in multiples of 8, which
-give every row the same bits, however many rows there are and wherever it stands among them.
+Rows are kept in the order of their groups, so that a group's rows are adjacent. The number of computed rows is rounded up to a multiple
+of 8; a row then gets the same bits for any number of rows and at any place among them.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class NativeEngine:
         self._own = OwnCache(self._model)
 
     def _settle(self, longest: int) -> None:
-        """Make the cache follow the order of the rows; new rows have no content yet."""
+        """Reorder the cache to match the order of the rows; new rows have no content yet."""
         self._own.reserve(len(self.rows), longest)
         places = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
         self._own.arrange(places, longest - 1)
@@ -117,7 +116,7 @@ class NativeEngine:
 
 
 class CompiledAttention:
-    """An `Attend` for all rows of one token, by a kernel, each row by itself."""
+    """An `Attend` for one token of all rows, by a kernel that computes each row independently."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class CompiledAttention:
             self._bytes_of_layer_N4[rows] = keys[0].nbytes, values[0].nbytes, 0, 0
 
     def __call__(self, layer: int, qkv_NO: Tensor) -> Tensor:
-        """Queries, keys and values [rows, O] of one layer, to [rows, heads · D]."""
+        """Attention of one layer: from queries, keys and values [rows, O] to [rows, heads · D]."""
         from groupwise.engine.models.native import kernels
 
         shape, weights = self._model.shape, self._model.layers[layer]

@@ -1,15 +1,15 @@
-"""Decoding on a GPU: always the same shape, so that a token of all rows is one CUDA graph.
+"""Decoding on a GPU, always in the same shape, so that one token of all rows is one CUDA graph.
 
 All places for rows are computed at every token, even empty ones: reading the weights takes most of the time, and products of another
 shape might give other last bits.
 
-Keys and values are kept in pages of `PAGE` tokens. The rows of a group share the pages of their prompt, which the GPU then reads from
-its own cache for all of them but the first, and take pages of their own as they grow. There are as many pages as rows of full length
-need that share nothing. Page 0 belongs to no row: empty places write to it.
+Keys and values are kept in pages of `PAGE` tokens. The rows of a group share the pages of their prompt; after the first row, the GPU reads
+these from its own cache. Rows take their own pages as they grow. There are as many pages as rows of full length need if they share
+nothing. Page 0 belongs to no row: empty places write to it.
 
-A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has; where there is none, torch
-attends to the pages of a row of full length, of which those that it lacks are masked. Keys are kept, and scores begun, in the model's
-number format, as the learner's attention does on a GPU.
+A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has. Without Triton, torch attends to
+the pages of a row of full length, and a mask hides the missing ones. Keys are stored, and multiplied by queries, in the model's
+number format, as in the learner's attention on a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PagedPrompt(Prompt):
 
 
 class GraphEngine:
-    """A `groupwise.engine.sampler.engine.Engine` over a native model, for a GPU; without recordings it runs anywhere."""
+    """A `groupwise.engine.sampler.engine.Engine` over a native model, for a GPU; without CUDA graphs it runs on any device."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class GraphEngine:
         self._keys_LGJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
         self._values_LGJTD = torch.zeros_like(self._keys_LGJTD)
         self._inputs_3S = torch.zeros(3, slots, device=model.device, dtype=torch.long)
-        """The token, its position and the length of its row's prompt, for every place."""
+        """For every place: the token, its position, and the length of the row's prompt."""
         self._pages_SM = torch.zeros(slots, most, device=model.device, dtype=torch.int32)
-        """The pages of every place: those of its prompt, then its own."""
+        """For every place the page numbers of its prompt, then its own; on the GPU."""
         self._pages_here_SM = torch.zeros(slots, most, dtype=torch.int32)
-        """The same in the program's memory, where they are changed."""
+        """The same in main memory, where it is changed."""
         self._free: list[int] = []
-        """Pages that no row has."""
+        """Pages that are not in use."""
         self._pages: dict[Prompt | Row, list[int]] = {}
-        """Pages of the prompts that rows have, and those of each row's own tokens."""
+        """Pages of the prompts in use, and of each row's own tokens."""
         self._adapter: list[LowRank | None] = []
         self._recorded: Compute | None = None
         self.refresh()
@@ -137,7 +137,7 @@ class GraphEngine:
         if self._recorded is None:
             self._recorded = self._record(self._logits)
         logits_SV = self._recorded()
-        # A copy in any case: the next token is written over these.
+        # Indexing copies: the next token overwrites these logits.
         return logits_SV[[row.place or 0 for row in self.rows]]
 
     def refresh(self) -> None:
@@ -191,7 +191,7 @@ class GraphEngine:
         return self._keys_LGJTD[number], self._values_LGJTD[number]
 
     def _places(self) -> tuple[Tensor, ...]:
-        """The arguments of `_plain_attention` that all layers share: page and cell of each new token, and the keys seen [S, M · T]."""
+        """Arguments of `_plain_attention` that all layers share: page and cell of each new token, and a mask of visible keys [S, M · T]."""
         _, positions_S, prompts_S = self._inputs_3S
         own_S = positions_S - prompts_S
         of_prompt_S = (prompts_S + PAGE - 1) // PAGE
@@ -211,7 +211,7 @@ class GraphEngine:
         cell_S: Tensor,
         seen_SC: Tensor,
     ) -> Tensor:
-        """`triton_kernels.cached_attention` by torch's operations, which copy the pages of all rows first."""
+        """The same as `triton_kernels.cached_attention`, by torch operations that first copy the pages of all rows."""
         queries_SHD, *both = heads
         dtype = keys_GJTD.dtype
         copies: list[Tensor] = []
@@ -220,7 +220,7 @@ class GraphEngine:
             pages_XJTD = cache_GJTD.index_select(0, self._pages_SM.flatten())
             rows_SMJTD = pages_XJTD.unflatten(0, self._pages_SM.shape)
             rows_SJCD = rows_SMJTD.transpose(1, 2).flatten(2, 3)
-            # What is not seen may be no number, and 0 times that is none either.
+            # Hidden values may be NaN, and 0 times NaN is NaN.
             copies.append(rows_SJCD.masked_fill(~seen_SC[:, None, :, None], 0.0))
         mask_SC = torch.zeros_like(seen_SC, dtype=dtype).masked_fill_(~seen_SC, -torch.inf)
         queries_SJRD = queries_SHD.to(dtype).unflatten(1, (keys_GJTD.shape[1], -1))

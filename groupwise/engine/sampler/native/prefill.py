@@ -1,4 +1,4 @@
-"""Prompts computed by a native model: each by itself for a processor, several at once for a GPU."""
+"""Computes prompts by a native model: one at a time on a CPU, several at once on a GPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from groupwise.engine.models.native.forward import Adapter, residual_after_layer
 from groupwise.engine.models.native.weights import NativeModel
 
 BATCH = 2048
-"""Tokens that a GPU computes at once: with models of up to 2B weights it takes as long to start the kernels as to compute them."""
+"""Tokens that a GPU computes at once: with models of up to 2B weights, starting the kernels takes as long as computing this many."""
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Turns keys, in float32, and values [P, J, D] of one layer into the form that an engine keeps."""
+"""Turns keys (float32) and values [P, J, D] of one layer into the form that an engine stores."""
 
 
 def prefill(
     model: NativeModel, ids: Sequence[int], adapter: Adapter | None, keep: Keep
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [V] after a prompt; and the kept forms of its keys and of its values, those of all layers above each other."""
+    """Logits [V] after a prompt, and the stored forms of its keys and of its values, stacked over all layers."""
     ids_P = torch.tensor(ids, device=model.device)
     rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
     kept: list[tuple[Tensor, Tensor]] = []
@@ -44,8 +44,9 @@ def prefill_together(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Logits [V] after each prompt, and its keys and values [L, J, P, D] in the model's number format; for a GPU.
 
-    Prompts are computed in batches of `BATCH` tokens, the last of them filled up, and one that is longer by itself in a multiple of that;
-    and logits are those of `most` prompts at once. So all products of a prompt have a shape that depends on no other, and its bits neither.
+    Prompts are computed in batches padded to `BATCH` tokens; a longer prompt has its own batch, padded to a multiple of that. Logits are
+    computed for `most` prompts at once, padded likewise. So the shape of a prompt's products, and therefore its bits, do not depend on
+    other prompts.
     """
     batches: list[list[int]] = []
     room = 0
@@ -63,7 +64,7 @@ def prefill_together(
         for number in batch:
             start, end = end, end + len(texts[number])
             lasts.append(residual_NH[end - 1])
-            # Copies, because a part would keep the memory of the whole batch.
+            # Copies, because a view would keep the memory of the whole batch.
             both = keys_LJND[:, :, start:end], values_LJND[:, :, start:end]
             found.append((both[0].contiguous(), both[1].contiguous()))
     logits: list[Tensor] = []
@@ -76,7 +77,7 @@ def prefill_together(
 def _batch(
     model: NativeModel, texts: Sequence[Sequence[int]], adapter: Adapter | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The residual stream [N, H] after these texts, and their keys and values [L, J, N, D], N filled up to a multiple of `BATCH`."""
+    """The residual stream [N, H] after these texts, and their keys and values [L, J, N, D]; N is padded to a multiple of `BATCH`."""
     lengths = [len(ids) for ids in texts]
     empty = -sum(lengths) % BATCH
     lengths += [empty] if empty else []

@@ -1,11 +1,10 @@
-"""Loads adapters into a server and unloads them: a folder that both see, under a name of its own for each version.
+"""Loads adapters into a server and unloads them: from a folder that both can read, under a new name for each version.
 
 groupwise-<run>-v<version>-<fingerprint>
 
-A name that is used once cannot serve other weights, nor keys and values that were computed with earlier ones. Loading is
-idempotent: an adapter listed with the same folder is loaded already; one listed with another folder was left by a process that was
-killed, and is loaded again. An adapter in the server's list is ours if it lies in the run's own folder; all of ours but the one that
-serves are unloaded.
+A name that is used once cannot serve other weights, nor cached keys and values of earlier ones. Loading is idempotent. An adapter listed
+with the same folder is already loaded; one listed with another folder was left by a killed process, and is loaded again. An adapter in the
+server's list is ours if it is in the run's own folder; all of ours except the one to serve are unloaded.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ NO_SUCH_ROUTE = frozenset({404, 405})
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model that a server says it has."""
+    """A model in a server's list."""
 
     root: str | None
-    """Its folder, as the server sees it."""
+    """Its folder, as a path on the server."""
     longest: int | None
-    """Most tokens of prompt and completion; None for adapters, and if the server does not say."""
+    """Most tokens of prompt and completion; None for adapters, and if the server does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A folder that this machine and the servers see, if that is not the folder of the publications itself."""
+    """A folder that this machine and the servers share, used if the servers cannot read the publications' folder."""
 
     here: Path
     there: str
-    """The servers' name for it."""
+    """Its path on the servers."""
 
     def put(self, policy: Policy) -> str:
-        """Copy a publication there, whole or not at all; returns the folder as the servers see it."""
+        """Copy a publication there, completely or not at all; returns the copy's path on the servers."""
         run, name = Path(policy.path).parent.name, adapter_name(policy)
         target = self.here / run / name
         building = target.with_name(f".building-{name}")
@@ -58,7 +57,7 @@ class Shared:
         return f"{self.there}/{run}/{name}"
 
     def remove(self, policy: Policy) -> None:
-        """Remove the copy."""
+        """Remove the copy of a publication."""
         folder = self.here / Path(policy.path).parent.name
         shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
         if folder.is_dir() and not any(folder.iterdir()):
@@ -66,13 +65,13 @@ class Shared:
 
 
 def adapter_name(policy: Policy) -> str:
-    """The servers' name for the policy's adapter."""
+    """The policy's adapter's name on the servers."""
     run = re.sub(r"[^A-Za-z0-9._-]+", "-", policy.run)
     return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
 
 
 async def list_models(server: Server) -> dict[str, ListedModel]:
-    """The models of a server by their names. Raises EndpointError."""
+    """The models of a server by name. Raises EndpointError."""
     return await server.client.ask("GET", "/models", None, _read_listed, 0)
 
 
@@ -94,7 +93,7 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
 async def make_served(
     server: Server, name: str, folder: str, there: Mapping[str, ListedModel]
 ) -> None:
-    """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: the server's list."""
+    """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `there`: the server's list."""
     if name in there and there[name].root != folder:
         await unload(server, name)
     if name not in there or there[name].root != folder:
@@ -111,7 +110,7 @@ async def _load(server: Server, name: str, folder: str) -> None:
         await server.client.ask("POST", LOAD, body, len, 0)
     except EndpointError as error:
         if error.status == 400 and "already been loaded" in str(error):
-            return  # by an attempt whose answer was lost
+            return  # an earlier attempt, whose answer was lost, loaded it
         if error.status in NO_SUCH_ROUTE and folder not in str(error) and name not in str(error):
             raise UsageError(
                 f"{server.url} takes no adapters while it runs: {error}\nStart vLLM with --enable-lora and the environment variable "
@@ -126,7 +125,7 @@ async def _load(server: Server, name: str, folder: str) -> None:
 
 
 async def unload(server: Server, name: str) -> None:
-    """Have a server unload an adapter; one that it does not have is ignored."""
+    """Make a server unload an adapter; do nothing if the server does not have it."""
     try:
         await server.client.ask("POST", UNLOAD, {"lora_name": name}, len, 0)
     except EndpointError as error:

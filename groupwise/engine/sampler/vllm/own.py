@@ -1,7 +1,7 @@
-"""A server of vLLM that a run starts for itself (`sampler.vllm_python`), restarts if it ends, and ends with itself.
+"""A vLLM server that a run starts for itself (`sampler.vllm_python`), restarts if it ends, and ends with itself.
 
-It is a program of an environment of its own. It listens on the loopback alone, and answers only callers with a key that no other program
-has: the key stands in the server's environment, never among its arguments. When this process ends, however it ends, so does the server.
+It runs in its own Python environment. It listens on the loopback interface only, and answers only callers with a key that no other program
+has: the key is passed in the server's environment, never in its arguments. When this process ends for any reason, the server ends as well.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 PROGRAM = ("-m", "vllm.entrypoints.openai.api_server")
 HOST = "127.0.0.1"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank; it refuses adapters of a larger rank."""
+"""Possible values of vLLM's --max-lora-rank; it refuses adapters of a larger rank."""
 GRACE = 20.0
-"""Seconds that a server may take to end by itself."""
+"""Seconds that a server may take to end after SIGTERM, before it is killed."""
 FAST = 3
-"""Ends in a row, before it has answered, after which it is given up."""
+"""Number of consecutive ends before the first answer after which the server is given up."""
 LOOKS_EVERY = 0.5
 LAST_WORDS = 2000
-"""Characters of its log in a message."""
+"""Characters of its log that an error message quotes."""
 PARENT_ENDS = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -44,11 +44,11 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Has the kernel end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
+"""Program that asks the kernel to end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
 
 
 def largest_rank(rank: int) -> int:
-    """The --max-lora-rank for adapters of this rank."""
+    """The --max-lora-rank to set for adapters of this rank."""
     return next((each for each in RANKS if each >= rank), rank)
 
 
@@ -67,15 +67,15 @@ class ServerSpec:
     rank: int
     """Rank of the adapters."""
     longest: int
-    """Tokens of prompt and completion."""
+    """Most tokens of prompt and completion together."""
     memory: float
-    """Share of each GPU's memory."""
+    """Share of each GPU's memory that it may use."""
     gpus: tuple[str, ...] | None
-    """GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: no restriction."""
+    """Values for CUDA_VISIBLE_DEVICES; None: no restriction."""
     parallel: int = 1
-    """GPUs that share each product."""
+    """Number of GPUs that share each product (tensor parallelism)."""
     in_4bit: bool = False
-    """True if the base is held in 4 bit, as the learner holds the weights."""
+    """True to load the base in 4 bits, as the learner does."""
     trust_remote_code: bool = False
 
     def arguments(self, port: int) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OwnEndpoint(Endpoint):
-    """An endpoint whose key is in no environment variable."""
+    """An endpoint whose key is not read from an environment variable."""
 
     secret: str = field(default="", repr=False)
 
@@ -112,10 +112,10 @@ class OwnEndpoint(Endpoint):
 
 
 class OwnServer:
-    """See the module. `up` starts it."""
+    """The server of this run; see the module's docstring. `up` starts it."""
 
     def __init__(self, spec: ServerSpec, log: Path, *, timeout: float) -> None:
-        """`log`: file for the server's output, started afresh for each run. `timeout`: seconds of a request."""
+        """`log`: file for the server's output, emptied at the start of each run. `timeout`: seconds for one request."""
         self._wanted = spec
         self.log = log
         """File of the server's output."""
@@ -131,7 +131,7 @@ class OwnServer:
         self._gave_up = False
 
     async def up(self, server: Server, patience: float, timing: Timing) -> None:
-        """Start it unless it runs, and wait until it answers. Raises UsageError, with its last words, if it does not."""
+        """Start it unless it is running, and wait until it answers. Raises UsageError with its last output if it does not."""
         if self._supervisor is None:
             self._begin()
         until = timing.clock() + patience
@@ -152,7 +152,7 @@ class OwnServer:
             await timing.sleep(LOOKS_EVERY)
 
     def close(self) -> None:
-        """End it. May be repeated."""
+        """End the server. May be repeated."""
         self._closing.set()
         if self._supervisor is not None:
             self._supervisor.join()
@@ -170,7 +170,7 @@ class OwnServer:
         self._supervisor.start()
 
     def _keep(self) -> None:
-        """Keep one running until it is closed; the thread that started a server lives as long as that does."""
+        """Keep a server running until `close`. This thread must outlive it, because the kernel ends it with the thread that started it."""
         failed = 0
         while not self._closing.is_set():
             with self.log.open("ab") as log:
@@ -211,7 +211,7 @@ class OwnServer:
 def gpus_beside(
     count: int, parallel: int, memory: float, learners: int = 1
 ) -> tuple[str, ...] | None:
-    """GPUs for a server, beside learners on the first of `count`; None on a machine without GPUs. UsageError if they do not suffice."""
+    """GPUs for a server that the learners on the first of `count` do not use; None without GPUs. Raises UsageError if too few."""
     if count == 0:
         return None
     visible = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -236,7 +236,7 @@ def gpus_beside(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it with all that it started, which is in its process group."""
+    """End a server with all processes that it started; they are in its process group."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

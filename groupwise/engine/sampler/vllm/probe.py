@@ -1,8 +1,8 @@
-"""Checks that a server serves the policy: it answers a few fixed prompts, and the same weights give the probabilities of its tokens here.
+"""Checks that a server serves the policy: it completes a few fixed prompts, and its tokens' probabilities must match those computed here.
 
-A server that has the right name for an adapter may yet have another base, not apply the adapter, or give log-probabilities of another
-temperature. Engines round differently, so an exact comparison is impossible. But if two explanations are further apart than the noise,
-the answers are near to only one of them.
+A server that lists the right adapter name may still have another base, not apply the adapter, or return log-probabilities at another
+temperature. Engines round differently, so an exact comparison is impossible. But if two explanations differ by more than the noise, the
+answers are close to only one of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TEXTS = (
     "1, 2, 3, 4,",
 )
 PARAMS = SamplingParams(max_tokens=16, temperature=0.7)
-"""Without stop tokens, so that their number is fixed; at this temperature log-probabilities differ from those at 1."""
+"""Without stop tokens, so that the number of tokens is fixed; the temperature is not 1, so that log-probabilities at 1 can be detected."""
 SEED = 20
 NEGLIGIBLE = 1e-3
-"""Difference in nats (root of the mean square) that needs no explanation."""
+"""Difference in nats (root mean square) that needs no explanation."""
 CLEARLY = 4.0
-"""Factor by which another explanation must be nearer."""
+"""Factor by which another explanation must be closer."""
 
 NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"
@@ -40,9 +40,10 @@ def judge(
     others: Mapping[str, Sequence[float]],
     tolerance: float,
 ) -> None:
-    """Raise `PolicyMismatchError` unless the server's log-probabilities are those of the weights here.
+    """Raise `PolicyMismatchError` unless the server's log-probabilities match those of the weights here.
 
-    All are of the same tokens, in nats. `others`: the values if the thing in the key were missing. `tolerance`: of the mean difference.
+    All are of the same tokens, in nats. `others`: expected values if the server left out the step in the key (`NOT_APPLIED`,
+    `NOT_PROCESSED`). `tolerance`: the largest accepted mean difference.
     """
     distance = _distance(answered, expected)
     if distance > NEGLIGIBLE:

@@ -1,12 +1,12 @@
-"""A sampler that has vLLM servers draw its completions, one or several: token ids go there, token ids and log-probabilities come back.
+"""A sampler whose completions are drawn by one or several vLLM servers. It sends token ids; they return token ids and log-probabilities.
 
-load       the published adapter is read here and its fingerprint found; each server loads it under a name of its own,
-answers fixed prompts (`probe.py`), and forgets the one before
-generate   each member is a request with its own seed, to the server with the fewest (`servers.py`)
+load       read the published adapter here and compute its fingerprint; each server loads it under a new name,
+completes fixed prompts (`probe.py`), and unloads the previous one
+generate   send each member as a request with its own seed to the least busy server (`servers.py`)
 
-A server is made ready when it is first needed and whenever it may have been restarted: after a lost connection, or when it does not
-know the adapter. One that turns out to serve something else ends the run. The servers compute in their own way, so the same seed need not
-draw the same tokens twice; the run trains on what was drawn, with the probabilities that it had there.
+A server is prepared when it is first needed, and again whenever it may have been restarted: after a lost connection, or when it does not
+know the adapter. A server that turns out to serve other weights ends the run. vLLM's results vary, so the same seed may draw other tokens
+a second time; the run trains on the drawn tokens, with the probabilities that they had on the server.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from groupwise.engine.sampler.vllm.wire import (
 )
 
 ATTEMPTS = 3
-"""Times that a server may answer that it does not know an adapter which it has just loaded."""
+"""How often a server may answer that it does not know an adapter that it has just loaded."""
 
 
 class Knows(Protocol):
-    """Answers of the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
+    """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -60,19 +60,19 @@ class Knows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The weights that all servers are asked for at a time."""
+    """The weights that all servers must serve now."""
 
     name: str
     """Name of the model in each request."""
     version: int
     fingerprint: str
     folder: str | None = None
-    """Folder of the adapter, as the servers see it; None: the base as it is."""
+    """Folder of the adapter, as a path on the servers; None: the base without adapter."""
     policy: Policy | None = None
 
 
 class VllmSampler:
-    """A `groupwise.core.types.Sampler` by HTTP."""
+    """A `groupwise.core.types.Sampler` over HTTP."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class VllmSampler:
         begin: Callable[[], Awaitable[None]] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
-        """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
-        `probe.judge`. `shared`: None if the servers see the folder of the publications. `begin` and `end` are for a server of our
-        own: `begin` waits until it answers, and may be called repeatedly."""
+        """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: in nats, see
+        `probe.judge`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a server of
+        this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -118,7 +118,7 @@ class VllmSampler:
             self._under_way -= 1
 
     async def load(self, policy: Policy) -> None:
-        """See `groupwise.core.types.Sampler.load`. Raises UsageError for servers that are not as they must be."""
+        """See `groupwise.core.types.Sampler.load`. Raises UsageError for servers that are not set up correctly."""
         if self._under_way:
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
@@ -138,15 +138,15 @@ class VllmSampler:
             self._forget(before)
 
     async def serve_base(self) -> None:
-        """Serve the base as it is."""
+        """Serve the base without adapter."""
         await self._serve(Served(self._base, 0, self._witness.fingerprint()))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors that were read here from the servers' own files; the servers' answers fit to them."""
+        """Fingerprint of the published files as read here; the servers' answers have been checked against these weights."""
         return self._witness.fingerprint()
 
     def close(self) -> None:
-        """Have the servers forget the adapter. May be repeated."""
+        """Make the servers unload the adapter, or end the run's own server. May be repeated."""
         if self._end is not None:
             self._served = None
             self._end()
@@ -164,10 +164,10 @@ class VllmSampler:
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 
-    # --- a server that serves it ------------------------------------------------------------------
+    # --- preparing servers --------------------------------------------------------------------------
 
     async def _serve(self, served: Served) -> None:
-        """Make all servers ready that answer; at least one must."""
+        """Prepare all servers that answer; at least one must."""
         if self._begin is not None:
             await self._begin()
         self._served = served
@@ -175,7 +175,7 @@ class VllmSampler:
         await self._servers.ask(partial(self._ready, served=served))
 
     async def _try_to_ready(self, server: Server, served: Served) -> None:
-        """Make a server ready; one that does not answer is left alone for a while."""
+        """Prepare a server; one that does not answer gets no requests for a while."""
         try:
             await self._ready(server, served)
         except EndpointError as error:
@@ -197,7 +197,7 @@ class VllmSampler:
                         raise
 
     async def _prepare(self, server: Server, served: Served) -> None:
-        """Load the adapter into a server, and compare its answers with those of the weights here."""
+        """Load the adapter into a server, and compare the server's log-probabilities with those of the weights here."""
         there = await list_models(server)
         base = there.get(self._base)
         if base is None:
@@ -219,7 +219,7 @@ class VllmSampler:
         )
         answers = list(zip(prompts, (each.token_ids for each in completions), strict=True))
         found = [value for each in completions for value in each.logprobs]
-        # The learner has the same base.
+        # Computed by the learner's model, which has the same base.
         here = self._logprobs_here(answers, adapter=served.folder is not None)
         probe.judge(server.url, served.name, found, here.pop(""), here, self._tolerance)
         server.ready = served.name
@@ -227,7 +227,7 @@ class VllmSampler:
     def _logprobs_here(
         self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], *, adapter: bool
     ) -> dict[str, list[float]]:
-        """Log-probabilities of the tokens by the weights here; under each other key, without the thing that it names."""
+        """Log-probabilities of the tokens under the weights here. The key "" is correct; any other key names the step that is left out."""
         hot = probe.PARAMS.temperature
         ways: dict[str, tuple[float, bool]] = {"": (hot, False), probe.NOT_PROCESSED: (1.0, False)}
         if adapter:
@@ -264,7 +264,7 @@ class VllmSampler:
         seed: int,
         params: SamplingParams,
     ) -> Drawn:
-        """Have a server draw once it is ready, and again if it has been restarted since."""
+        """Draw a completion on a server that is prepared; prepare it again if it has been restarted since."""
         for attempt in range(ATTEMPTS):
             await self._ready(server, served)
             try:

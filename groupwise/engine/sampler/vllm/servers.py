@@ -1,8 +1,8 @@
-"""Several equivalent servers: chooses the one to ask, leaves failing ones alone for a while, and decides when to give up.
+"""Several equivalent servers: selects the one for a request, pauses failing ones, and decides when to give up.
 
-A request goes to the server with the fewest under way. One that does not answer is left alone, longer each time, and then asked again:
-so it comes back without intervention. A request that it failed goes to another one; if there is none, it waits. After `patience` seconds
-without any answer the run ends, with the last error.
+A request goes to the server with the fewest requests in progress. A server that does not answer is paused, longer each time, and then
+tried again, so it returns to use without intervention. A failed request goes to another server; if there is none, it waits. After
+`patience` seconds without any answer the run ends, with the last error.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from groupwise.core.errors import EndpointError
 logger = logging.getLogger(__name__)
 
 FAREWELL = 5.0
-"""Seconds for which a server is told that its adapter is no longer needed."""
+"""Timeout in seconds for telling a server that its adapter is no longer needed."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One address, and the state of the server there."""
+    """One address, and the state of the server at it."""
 
     endpoint: Endpoint
     concurrency: int
     timing: Timing
     load: int = 0
-    """Requests that are running or waiting for their turn."""
+    """Requests that are running or queued."""
     failures: int = 0
-    """Number of failures in a row."""
+    """Number of consecutive failures."""
     alone_until: float = -math.inf
-    """Time on `timing.clock` until which it gets no requests."""
+    """Time on `timing.clock` until which it is paused."""
     ready: str | None = None
-    """Name of the model that was found and checked there; None: not yet, or not since it was last lost."""
+    """Name of the model that has been checked on it; None: not yet, or not since its last failure."""
     _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
         default_factory=dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]]
     )
@@ -54,12 +54,12 @@ class Server:
 
     @property
     def client(self) -> Client:
-        """Client of the running event loop. No connection outlives its request, so there is none to close."""
+        """Client for the running event loop. Connections are closed after each request, so there is none to close."""
         return self._here()[0]
 
     @property
     def preparing(self) -> asyncio.Lock:
-        """Held while the server is made ready."""
+        """Lock that is held while the server is prepared."""
         return self._here()[1]
 
     def _here(self) -> tuple[Client, asyncio.Lock]:
@@ -75,23 +75,23 @@ class Server:
         return self._clients[loop]
 
     def answered(self) -> None:
-        """Note that it answers."""
+        """Record that the server answers."""
         if self.failures:
             logger.info("%s answers again", self.url)
         self.failures, self.alone_until = 0, -math.inf
 
     def failed(self, error: EndpointError) -> None:
-        """Leave it alone for a while, and count it as not ready: another server may have been started there."""
+        """Pause the server, and mark it as not prepared: another process may have been started at its address."""
         self.ready = None
         if self.timing.clock() < self.alone_until:
-            return  # the first failure of the requests under way has been counted already
+            return  # another request in progress has counted this failure already
         wait = wait_after(self.failures, self.timing.chance())
         self.failures += 1
         self.alone_until = self.timing.clock() + wait
         logger.warning("%s; it is left alone for %.1f s", error, wait)
 
     def tell(self, path: str, body: dict[str, str]) -> None:
-        """POST something from code that is not async; failures are ignored."""
+        """POST a message from code that is not async; failures are ignored."""
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with suppress(httpx2.HTTPError):
@@ -99,7 +99,7 @@ class Server:
 
 
 class Servers:
-    """Several equivalent servers; see the module."""
+    """Several equivalent servers; see the module's docstring."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Servers:
         timing: Timing,
         remedy: str = "Start vLLM there (sampler.url)",
     ) -> None:
-        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: advice in that case."""
+        """`patience`: seconds without an answer from any server after which a request is given up; `remedy`: advice for that error."""
         self.all = tuple(servers)
         self._patience = patience
         self._timing = timing
         self._remedy = remedy
 
     async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
-        """Result of `work` on one of the servers, tried again as long as it raises an EndpointError that may pass."""
+        """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary."""
         until, last = math.inf, None
         while True:
             server = await self._least_loaded(until, last)
@@ -136,7 +136,7 @@ class Servers:
                 server.load -= 1
 
     async def _least_loaded(self, until: float, last: EndpointError | None) -> Server:
-        """The least loaded of those that are not left alone; if all are, wait for the first one, at most `until`."""
+        """The least loaded server that is not paused; if all are paused, wait for the first one, at most until `until`."""
         until = min(until, self._timing.clock() + self._patience)
         while True:
             now = self._timing.clock()

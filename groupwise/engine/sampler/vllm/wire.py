@@ -1,9 +1,9 @@
-"""Writes requests for a completion to a vLLM server, and reads its answers: token ids and log-probabilities, exactly.
+"""Writes completion requests for a vLLM server, and reads its answers: token ids and log-probabilities, exactly.
 
-Every sampling parameter is sent, so that none is left to the defaults of the server, which vLLM takes from the model's
-`generation_config.json`. The server's own end-of-text token does not end anything (`ignore_eos`): only the requested stop tokens do.
-Requests that a server would understand differently are refused before they are sent; its answers are believed only as far as
-they can be checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
+Every sampling parameter is sent, so that none is left to the server's defaults, which vLLM takes from the model's
+`generation_config.json`. The server's own end-of-text token does not end a completion (`ignore_eos`): only the requested stop tokens do.
+Requests that a server would interpret differently are refused before they are sent. Answers are accepted only as far as they can be
+checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from groupwise.core.types import FinishReason, SamplingParams
 from groupwise.engine.sampler.rules import ends_with_stop
 
 SEEDS = (1 << 63) - 1
-"""Seeds of vLLM are signed, and -1 means none, so only the 63 lower bits of ours are sent."""
+"""vLLM's seeds are signed, and -1 means none, so only the lower 63 bits of ours are sent."""
 COLDEST = 0.01
-"""Temperature to which vLLM silently raises lower ones; 0 is greedy."""
+"""vLLM silently raises lower temperatures to this; 0 is greedy."""
 LEAST_LOGPROB = -9999.0
-"""Number that vLLM writes for minus infinity, because JSON has none."""
+"""vLLM's number for minus infinity, because JSON has none."""
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0 through rounding."""
 TOKEN_AS_TEXT = "token_id:"
@@ -39,7 +39,7 @@ class Drawn:
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
-    """Raise RunError for parameters that mean something else to vLLM. `end_id`: the tokenizer's end-of-text token."""
+    """Raise RunError for parameters that vLLM interprets differently. `end_id`: the tokenizer's end-of-text token."""
     if 0 < params.temperature < COLDEST:
         raise RunError(
             f"The temperature is {params.temperature:g}, but vLLM samples at {COLDEST:g} where it is told less, so that the "
@@ -97,8 +97,8 @@ def read_completion(
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """The one completion of an answer. Raises EndpointError for an answer that does not fit the request, PolicyMismatchError if another
-    model has answered."""
+    """Parse the one completion of an answer. Raises EndpointError for an answer that does not match the request, PolicyMismatchError if
+    another model answered."""
     value = read_json(answer)
     if value.get("model") != name:
         raise PolicyMismatchError(
@@ -177,8 +177,8 @@ def _find_end(
     params: SamplingParams,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """The completion up to its end by the rules of this project: vLLM looks for stop texts after `min_tokens`, here they may end with the
-    last of them."""
+    """Cut the completion at its end by this project's rules. vLLM accepts stop texts only after `min_tokens`; here they may end with the
+    last of these tokens."""
     early = next((place for place, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
     if early is not None:
         raise EndpointError(

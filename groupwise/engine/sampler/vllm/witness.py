@@ -1,4 +1,4 @@
-"""Computes what the published weights say, read from the same files, over the base that the learner has in memory."""
+"""Computes log-probabilities under the published weights, read from the same files, over the base that the learner has in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Witness:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids that the model has."""
+        """Number of token ids of the model."""
         return int(cast("Any", self._weights.model.get_input_embeddings()).weight.shape[0])
 
     @property
@@ -32,11 +32,11 @@ class Witness:
         return weights.adapted.configs[weights.name].r if isinstance(weights, ServedAdapter) else 1
 
     def read(self, folder: str) -> None:
-        """Take a publication; raises `ModelError` unless all names and shapes match."""
+        """Load a publication. Raises `ModelError` unless all names and shapes match."""
         self._weights.read(Path(folder))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the tensors in memory."""
+        """Fingerprint of the weights in memory."""
         return fingerprint(self._weights.tensors())
 
     def logprobs(
@@ -46,7 +46,7 @@ class Witness:
         temperature: float,
         plain: bool = False,
     ) -> list[float]:
-        """Log-probabilities (nats) of the tokens after the prompt; `plain`: by the base without its adapter."""
+        """Log-probabilities (nats) of the tokens after the prompt; with `plain`, under the base without its adapter."""
         model, start = self._weights.model, len(prompt_ids) - 1
         ids_BT = torch.tensor([[*prompt_ids, *token_ids]], device=model.device)
         acting = self._weights.acting()

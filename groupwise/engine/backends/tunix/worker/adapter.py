@@ -1,10 +1,10 @@
-"""The low-rank adapter: qwix makes places for its factors within Tunix's model; in files they have peft's names and shapes.
+"""The low-rank adapter: qwix adds parameters for its factors to Tunix's model; in files they have peft's names and shapes.
 
-qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. If Tunix has several
-layers in one weight (keys and values of Gemma), they share an A; in the file each of them has it.
+qwix computes a product over several axes as one einsum, so A is [inputs…, rank] and B is [rank, outputs…]. If Tunix stores several layers
+in one weight (keys and values of Gemma), they share one A; in the file each of them has a copy.
 
-The adapter's product is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that
-is rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
+The adapter's product is computed in float32 and added before the layer's output is rounded (`ExactLora`). qwix itself adds it to an output
+that is already rounded, so on a bfloat16 base a small update changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ Factors = dict[str, jax.Array]
 
 
 class Adapted:
-    """A frozen model with one set of places for factors; each call names the factors to use."""
+    """A frozen model with one set of parameters for factors; each call passes the factors to use."""
 
     def __init__(
         self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
     ) -> None:
-        """`layers`: those of transformers' model that get an adapter."""
+        """`layers`: transformers' names of the layers that get an adapter."""
         there = [_weight_name(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
         by_place = {
             f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
         }
         self.layers: dict[str, tuple[str, ...]] = {}
-        """Layers of transformers that each adapted weight (layer, Tunix's name) consists of, in its order."""
+        """For each adapted weight (layer number and Tunix's name) the transformers layers that it consists of, in its order."""
         for weight in there:
             number, _, name = weight.partition(".")
             parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
-            if parts and parts[0] in by_place:  # `fits.check_layers` has verified: then all are
+            if parts and parts[0] in by_place:  # `fits.check_layers`: then all are
                 self.layers[weight] = tuple(by_place[part] for part in parts)
         taken = {layer for found in self.layers.values() for layer in found}
         assert {*layers} == taken, "they are checked"
@@ -61,7 +61,7 @@ class Adapted:
         paths = [f"layers.{weight.rpartition('.')[0]}" for weight in self.layers]
         rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
         provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
-        # Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices.
+        # Outside of the mesh, layers do not split their rows: qwix runs the model once, with too few rows for many devices.
         with jax.sharding.Mesh(np.empty((), object), ()):
             adapted = qwix.apply_lora_to_model(
                 model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
@@ -77,7 +77,7 @@ class Adapted:
         return {name: place.get_value().shape for name, (_, place) in self._places.items()}
 
     def fresh(self, seed: int) -> Factors:
-        """Factors that change nothing yet: A uniform within ±1/√inputs, as peft begins it, B zero (Hu et al. 2021, §4.1)."""
+        """Factors that change nothing yet: A is uniform within ±1/√inputs, as in peft, and B is zero (Hu et al. 2021, §4.1)."""
         made: Factors = {}
         for name, shape in sorted(self.shapes.items()):
             value = np.zeros(shape, np.float32)
@@ -97,18 +97,18 @@ class Adapted:
         return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
 
     def read(self, folder: Path) -> Factors:
-        """Factors from peft's files. Raises `ModelError` for files that do not fit, or that Tunix's shapes cannot express."""
+        """Read factors from peft's files. Raises `ModelError` for files that do not match, or that Tunix's shapes cannot express."""
         return self.from_peft(load_file(folder / WEIGHTS), str(folder))
 
     def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
-        """Write them as peft does; returns the fingerprint."""
+        """Write the factors as peft does; returns their fingerprint."""
         tensors = self.to_peft(factors)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
         return fingerprint(tensors)
 
     def to_peft(self, factors: Factors) -> dict[str, np.ndarray]:
-        """A [rank, in] and B [out, rank] of each layer of transformers."""
+        """A [rank, in] and B [out, rank] for each transformers layer."""
         found: dict[str, np.ndarray] = {}
         for weight, layers in self.layers.items():
             down, up = (np.asarray(factors[f"{weight}.{factor}"]) for factor in "ab")
@@ -146,18 +146,18 @@ class Adapted:
         return made
 
     def _on_devices(self, name: str, value: np.ndarray) -> jax.Array:
-        """Put it on the devices that hold its place in the model."""
+        """Put a factor on the devices that hold its parameter in the model."""
         _, place = self._places[name]
         return jax.device_put(jnp.asarray(value), place.get_value().sharding)
 
 
 class ExactLora(qwix.LoraProvider):
-    """qwix's adapter, except that its product is added in float32, and the sum rounded once."""
+    """qwix's adapter, except that its product is added in float32 and the sum is rounded once."""
 
     def dot_general(
         self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **options: Any
     ) -> Any:
-        """See `jax.lax.dot_general`; of an adapted weight [inputs, outputs] with its adapter."""
+        """See `jax.lax.dot_general`. For an adapted weight [inputs, outputs], add the adapter."""
         found = self._adapter("dot_general", rhs)
         if found is None:
             return super().dot_general(lhs, rhs, dimension_numbers, *formats, **options)
@@ -165,7 +165,7 @@ class ExactLora(qwix.LoraProvider):
         return self._add_adapter(product, lhs, rhs, "...i,ir,ro->...o", found)
 
     def einsum(self, einsum_str: str, *operands: Any, **options: Any) -> Any:
-        """See `jax.numpy.einsum`; of an adapted weight with its adapter."""
+        """See `jax.numpy.einsum`. For an adapted weight, add the adapter."""
         found = self._adapter("einsum", operands[-1])
         if found is None:
             return super().einsum(einsum_str, *operands, **options)
@@ -176,7 +176,7 @@ class ExactLora(qwix.LoraProvider):
         )
 
     def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
-        """The layer being computed, the name of its weight and its rule; None if it has no places for factors (yet)."""
+        """The layer being computed, the name of its weight, and its rule; None if it has no parameters for factors (yet)."""
         rule, _ = self._get_current_rule_and_op_id(kind, only_rule=True)
         name = None if rule is None else flax_util.find_param(weight)
         module = flax_util.get_current_module()
@@ -185,7 +185,7 @@ class ExactLora(qwix.LoraProvider):
     def _add_adapter(
         self, product: Product, inputs: Any, weight: Any, words: str, found: tuple[Any, str, Any]
     ) -> Any:
-        """`words`: the adapter as an einsum of inputs, A and B. In full precision: devices would round the factors."""
+        """`words`: the adapter as an einsum of inputs, A and B. It is computed in full precision; devices would round the factors."""
         module, name, rule = found
         down, up = (getattr(module, f"{name}_lora_{factor}").get_value() for factor in "ab")
         wide = inputs.astype(jnp.float32)
@@ -201,7 +201,7 @@ def _weight_name(path: tuple[Any, ...]) -> str:
 
 
 def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
-    """The same as `groupwise.engine.models.lora.fingerprint` gives for these tensors in torch."""
+    """The same value as `groupwise.engine.models.lora.fingerprint` gives for these tensors in torch."""
     digest = hashlib.sha256()
     for key in sorted(tensors):
         tensor = np.ascontiguousarray(tensors[key])

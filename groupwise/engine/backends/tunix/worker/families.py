@@ -1,7 +1,7 @@
 """Tunix's model families: how transformers' `config.json` describes one, how it is loaded, and Tunix's names of its linear layers.
 
-Differences between a family of Tunix and transformers are corrected here, or have been refused
-(`groupwise.engine.backends.tunix.fits`): its answers must be those of the model that all other programs load from these files.
+Differences between Tunix's and transformers' computation of a family are corrected here, or have been refused
+(`groupwise.engine.backends.tunix.fits`): results must be those of the model that other programs load from the same files.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "attn.attn_vec_einsum.w": ("self_attn.o_proj",),
     **{name: layers for name, layers in SEPARATE.items() if name.startswith("mlp.")},
 }
-"""Tunix's names of a layer's weights, with the layers of transformers that each consists of."""
+"""Tunix's names of a layer's weights, with the transformers layers that each consists of; `SEPARATE` likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models of one kind."""
+    """Models of one architecture."""
 
     module: str
-    """A module of Tunix; it contains a module `model` and the loader's module."""
+    """A package of Tunix; it contains a module `model` and the loader's module."""
     loader: str
     weights: Mapping[str, tuple[str, ...]]
     config: Callable[[Any, Described, Any], Any]
-    """Makes Tunix's own config from the module, the description and the number format."""
+    """Makes Tunix's own config from the `model` module, the model's config and the number format."""
 
 
 def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
-    """A model with its weights, on the mesh."""
+    """Load a model with its weights onto the mesh."""
     family = FAMILIES[described["model_type"]]
     code = import_module(f"{family.module}.model")
     number = jnp.dtype(dtype)
@@ -63,7 +63,7 @@ def _separate(
 ) -> Any:
     theta = float(described["rope_parameters"]["rope_theta"])
     if hasattr(code, "apply_rope"):
-        # Its callers leave out the base that the config says, and mean 1,000,000.
+        # Tunix's callers omit the config's base, and the default is 1,000,000.
         code.apply_rope = functools.partial(code.apply_rope, rope_theta=theta)
     heads = described["num_attention_heads"]
     formats = {"dtype": dtype, "param_dtype": dtype} if with_dtype else {}
@@ -115,4 +115,4 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("tunix.models.qwen2", "params", SEPARATE, _qwen),
     "qwen3": Family("tunix.models.qwen3", "params", SEPARATE, _qwen),
 }
-"""Families by `model_type`. A model with pictures belongs to one of them by its text."""
+"""Families by `model_type`. A model with images is listed by the type of its text part."""

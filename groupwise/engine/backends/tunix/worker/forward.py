@@ -1,4 +1,4 @@
-"""Sequences through the model, and the log-probabilities of their tokens: padded on the right, in few shapes, each compiled once."""
+"""Computes sequences, and their tokens' log-probabilities. Rows are padded on the right, to few shapes, each compiled once."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, taken_
 from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
 
 LENGTHS = 4
-"""Rows are padded to the longest, or to three quarters, half or a quarter of it."""
+"""Rows are padded to the longest length, or to three quarters, half or a quarter of it."""
 HALVINGS = 3
 """Number of batch sizes in rows, each half of the one before."""
 
 
 class Sequences(NamedTuple):
-    """Rows as arrays [B, L]; facts about a token stand where the model predicts it, one place before its own."""
+    """Rows as arrays [B, L]; facts about a token are at the place where the model predicts it, one before the token's own."""
 
     tokens_BL: Any
     targets: Targets
     temperatures_B: Any
     withheld_V: Any
-    """Tokens that cannot be drawn if the targets say so; None if nothing is withheld."""
+    """Mask of tokens that cannot be drawn at places that the targets mark; None if nothing is withheld."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows that are computed together, with their indices among the given ones."""
+    """Rows that are computed together, with their indices in the given list."""
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
     count: int
-    """Rows of the shape; those beyond the given ones are empty."""
+    """Rows in the shape; those beyond `rows` are padding."""
     length: int
 
     def spread(self, values: Sequence[Sequence[float]]) -> np.ndarray:
-        """Values of the rows' completion tokens as [B, L], each where its token is predicted."""
+        """Values of the rows' completion tokens as [B, L], each at the place where its token is predicted."""
         found = np.zeros((self.count, self.length), np.float32)
         for place, row, each in zip(found, self.rows, values, strict=False):
             start = len(row.prompt_ids) - 1
@@ -51,7 +51,7 @@ class Batch:
         return found
 
     def gathered(self, values_BL: Any) -> list[tuple[float, ...]]:
-        """The inverse, for each row."""
+        """The inverse of `spread`: the values of each row's completion tokens."""
         given = np.asarray(values_BL)
         return [
             tuple(place[len(row.prompt_ids) - 1 :][: len(row.completion_ids)].tolist())
@@ -59,11 +59,11 @@ class Batch:
         ]
 
     def by_row(self, values: Sequence[float], filling: float = 0.0) -> np.ndarray:
-        """One value of each row as [B]."""
+        """One value per row as [B]; padding rows get `filling`."""
         return np.array([*values, *[filling] * (self.count - len(self.rows))], np.float32)
 
     def sequences(self, vocabulary: int) -> Sequences:
-        """The rows for the model."""
+        """The rows in the form that the model takes."""
         tokens = np.zeros((self.count, self.length), np.int32)
         targets = np.zeros((self.count, self.length), np.int32)
         for given, target, row in zip(tokens, targets, self.rows, strict=False):
@@ -90,7 +90,7 @@ class Batch:
 
 
 def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
-    """Rows in batches of at most so many tokens, long ones together; the number of rows in a shape is a multiple of `multiple`."""
+    """Divide rows into batches of at most `tokens` tokens, with similar lengths together; rows per shape are a multiple of `multiple`."""
     shapes = [-(-longest * quarter // LENGTHS) for quarter in range(1, LENGTHS + 1)]
     by_shape: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -120,9 +120,9 @@ def numbers(model: Any, given: Sequences) -> Numbers:
 
 
 def recomputed(model: Any) -> Any:
-    """The model with recomputation: the backward pass keeps only the inputs of its layers, and computes them again.
+    """The model with recomputation: only the inputs of its layers are kept, and the backward pass recomputes the layers.
 
-    Tunix's own way (`remat_config`) does not work with an adapter: qwix then places factors on no mesh, and flax refuses Llama's layers
+    Tunix's own way (`remat_config`) does not work with an adapter: qwix then puts the factors on no mesh, and flax refuses Llama's layers
     (TraceContextError).
     """
 

@@ -1,12 +1,13 @@
-"""The last layer by itself, so that logits are computed only for tokens whose numbers are read, and a few at a time.
+"""The output head as a separate function, so that logits are computed only for tokens that are read, and a few at a time.
 
-Tunix's models give the logits of all tokens. For 4,096 tokens and a vocabulary of 262,144 they are four gigabytes in float32, and several
-times that in a backward pass; here it is the hidden states, and the logits of one piece. They are in float32, whatever the model's format.
+Tunix's models return the logits of all tokens. For 4,096 tokens and a vocabulary of 262,144 they take four gigabytes in float32, and
+several times that in a backward pass. Here only the hidden states, and the logits of one piece, are in memory. Logits are float32 for
+every format of the model.
 
 `in_float32` makes products with frozen weights that are not rounded to the weights' format before something is added to them. bfloat16
-has eight bits: a logit of 30 is known to an eighth, and a small step of an adapter vanishes beside its layer's output. Devices sum in
-float32 anyway, so this costs no more than passing the sum on as it is. The gradient of the inputs is computed in the weights' format, as
-without it: JAX alone would multiply float32 with bfloat16, which no matrix unit does.
+has eight bits: a logit of 30 is known to an eighth, and a small update of an adapter vanishes next to its layer's output. Devices sum in
+float32 anyway, so returning the unrounded sum costs nothing more. The gradient of the inputs is computed in the weights' format, as it
+would be otherwise: JAX by default would multiply float32 with bfloat16, which no matrix unit supports.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ import jax
 import jax.numpy as jnp
 
 Head = Callable[[Any], Any]
-"""Hidden states [B, L, D] to logits [B, L, V] in float32."""
+"""Maps hidden states [B, L, D] to logits [B, L, V] in float32."""
 PIECE_BYTES = 256 << 20
 """Bytes of the logits of one piece, in float32."""
 NEVER = -1e30
 """Replaces the logit of a token that cannot be drawn."""
 Product = Callable[..., Any]
-"""Product of inputs and a weight of one format; takes `preferred_element_type`, as JAX's products do."""
+"""Product of inputs and a weight in one format; takes `preferred_element_type`, as JAX's products do."""
 
 
 class Targets(NamedTuple):
-    """Questions to hidden states [B, L], each about the token that comes next."""
+    """For each hidden state of [B, L], the token that comes next."""
 
     ids_BL: Any
     read_BL: Any
-    """True if the answer is used; other answers mean nothing."""
+    """True if the result is used; other results are undefined."""
     withheld_BL: Any
     """True if the ids of `withheld_V` cannot be drawn there; None if nothing is withheld."""
 
@@ -47,7 +48,7 @@ class Numbers(NamedTuple):
 
 
 def taken_off(model: Any) -> Head:
-    """The head of a model; from now on the model returns its hidden states instead of logits."""
+    """Remove and return the head of a model; from then on the model returns hidden states instead of logits."""
     if hasattr(model, "lm_head"):
         weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"
         model.lm_head = _as_it_is
@@ -61,9 +62,9 @@ def taken_off(model: Any) -> Head:
 def numbers(
     head: Head, hidden_BLD: Any, targets: Targets, temperatures_B: Any, withheld_V: Any
 ) -> Numbers:
-    """Log-probability (nats) of each target at its row's temperature, entropy there, and whether it is the likeliest.
+    """Log-probability (nats) of each target at its row's temperature, the entropy there, and whether it is the most likely token.
 
-    Computed in pieces of the length, each once more in the backward pass; pieces without a token to read are left out.
+    Computed in pieces of the length; the backward pass recomputes each. Pieces without a token to read are skipped.
     """
 
     def said(piece: tuple[Any, Targets]) -> Numbers:
@@ -106,7 +107,7 @@ def _cut(values_BL: Any, size: int) -> Any:
 
 
 def _join(values_PBS: Any) -> Any:
-    """The inverse of the cut into pieces; the padding stays."""
+    """The inverse of `_cut`; the padding stays."""
     pieces, rows, size = values_PBS.shape
     return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)
 
@@ -117,7 +118,7 @@ def _as_it_is(value: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def in_float32(product: Product, inputs: Any, weight: Any) -> Any:
-    """Their product; only the inputs get a gradient."""
+    """The product in float32; only the inputs get a gradient."""
     return product(inputs, weight, preferred_element_type=jnp.float32)
 
 

@@ -1,7 +1,7 @@
 """Learning: losses of `groupwise.algorithms` over rows, gradients of the factors, AdamW, checkpoints by Orbax.
 
-It does the same as `groupwise.engine.learner.torch_learner` in torch: losses are sums, the denominators are given, so that the gradient
-does not depend on how the rows were cut up; tokens outside of the mask have no effect.
+It does the same as `groupwise.engine.learner.torch_learner` does in torch. Losses are sums and the denominators are given, so the gradient
+does not depend on how rows are divided into batches; tokens outside the mask have no effect.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from groupwise.engine.learner.schedule import too_fast
 from groupwise.runs import publications
 
 STATE = "orbax"
-"""Folder of Orbax's checkpoint within that of the learner's state."""
+"""Folder of Orbax's checkpoint inside the folder of the learner's state."""
 
 
 class Learner:
-    """The factors that are trained, their moments, and the gradient so far."""
+    """The trained factors, their moments, and the gradient accumulated so far."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Learner:
         multiple: int,
         remat: bool,
     ) -> None:
-        """`factors` are also the reference. `described`: peft's description of the adapter. `longest`: tokens of a row at most,
-        `max_tokens` of a batch, whose number of rows is a multiple of `multiple`. `remat`: see `forward.recomputed`."""
+        """`factors` are also the reference. `described` is peft's config of the adapter. `longest` is the most tokens of a row,
+        `max_tokens` of a batch; a batch's number of rows is a multiple of `multiple`. `remat`: see `forward.recomputed`."""
         self.adapted = adapted
         self._factors = factors
         self._reference = dict(factors)
@@ -76,7 +76,7 @@ class Learner:
         self._moments = jax.device_put(moments, places[1])
         self._gradient: Factors | None = None
         self._trained: list[tuple[Batch, Any]] = []
-        """The batches of the last `forward_backward` and the log-probabilities [B, L] that it found."""
+        """The batches of the last `forward_backward`, with the log-probabilities [B, L] that it computed."""
         self._run, self._publish_folder, self._described = run, publish_folder, described
         self._vocabulary = vocabulary
         self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
@@ -116,7 +116,7 @@ class Learner:
         return _by_row(self._trained)
 
     def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.core.types.Learner.update`. Raises `NonFiniteError` if the step itself made weights that are not finite."""
+        """See `groupwise.core.types.Learner.update`. Raises `NonFiniteError` if the update itself made weights NaN or infinite."""
         gradient = self._gradient
         self.discard()
         norm = 0.0 if gradient is None else float(optax.global_norm(gradient))
@@ -165,13 +165,13 @@ class Learner:
         return found
 
     def save(self, folder: Path) -> None:
-        """Save the adapter as it is published, and the optimiser's state by Orbax."""
+        """Save the adapter in its published form, and the optimiser's state by Orbax."""
         self.adapted.write(self._factors, folder, self._described)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((folder / STATE).resolve(), self._moments, force=True)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises `CheckpointError` if it is not there."""
+        """Restore the files that `save` wrote. Raises `CheckpointError` if they are missing."""
         if not (folder / STATE).is_dir():
             raise CheckpointError(
                 f"{folder} has no {STATE}: it was not written by the backend tunix."
@@ -199,7 +199,7 @@ class Learner:
         return numbers(recomputed(model) if self._remat else model, given)
 
     def _gradient_of(self, spec: LossSpec) -> Any:
-        """The gradient function of a loss, compiled once for each loss with its settings."""
+        """The gradient function of a loss, compiled once for each loss and its settings."""
         key = json.dumps([spec.name, spec.knobs], sort_keys=True)
         if key not in self._gradients:
             loss = from_spec(spec)
@@ -224,7 +224,7 @@ class Learner:
 
 
 def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
-    """Values [B, L] of all batches of some rows, for each row."""
+    """Values of each row, in order, from the values [B, L] of all batches."""
     by_index: dict[int, tuple[float, ...]] = {}
     for batch, values_BL in found:
         by_index.update(zip(batch.indices, batch.gathered(values_BL), strict=True))
@@ -232,7 +232,7 @@ def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
 
 
 def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
-    """Shardings of both on all devices, the same at every step, so that restored tensors are computed with like saved ones."""
+    """Shardings of factors and moments. They are the same at every step, so restored tensors are computed exactly like saved ones."""
     own = {name: value.sharding for name, value in factors.items()}
     mesh = next(iter(own.values())).mesh
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -262,7 +262,7 @@ def _adamw_step(
 
 
 def _arrays(batch: Batch) -> dict[str, Any]:
-    """Facts about the rows that a loss receives, as arrays."""
+    """The rows' inputs of a loss, as arrays."""
     rows = batch.rows
     about: dict[str, Any] = {
         "sampling": batch.spread([row.sampling_logprobs for row in rows]),

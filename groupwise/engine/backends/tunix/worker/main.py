@@ -1,7 +1,8 @@
-"""Run by the Python of Tunix's environment, as a file: finds the package that it belongs to, and nothing else of the environment that
-holds that package, so that the libraries of the two are never mixed: `main.py SOCKET PARENT`.
+"""The worker's entry point: `main.py SOCKET PARENT`, run as a file by the Python of Tunix's environment.
 
-The worker ends with the process PARENT, however that ends, even if a child of it still holds the other end of the socket.
+It makes the package that this file belongs to importable, and nothing else of that package's environment, so the libraries of the two
+environments are never mixed. The worker ends when the process PARENT ends for any reason, even if one of PARENT's children still holds
+the other end of the socket.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[4]
 
 
 def take_package() -> None:
-    """Make `groupwise` importable from where this file is."""
+    """Make `groupwise` importable from the location of this file."""
     spec = spec_from_file_location(
         PACKAGE.name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
     )
@@ -31,11 +32,11 @@ def take_package() -> None:
 if __name__ == "__main__":
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # of the whole process group: the run decides what follows
+    )  # sent to the whole process group; the run decides when to end
     take_package()
     from groupwise.core.processes.family import MARK, tie_to_parent
 
-    tie_to_parent(int(sys.argv[2]), os.environ[MARK])  # which forks: before JAX has threads
+    tie_to_parent(int(sys.argv[2]), os.environ[MARK])  # it forks: call it before JAX has threads
     from groupwise.engine.backends.tunix.worker.service import serve
 
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,9 +1,8 @@
-"""Completions: prompts once for each group, then a token of every row at a time, in one compiled loop.
+"""Completions: each group's prompt once, then one token of every row at a time, in one compiled loop.
 
-Shapes are few and fixed: prompts are padded on the left, and each loop has a fixed number of groups and members, even if some are
-missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.rules`) is
-inverted through the cumulative distribution like in `groupwise.engine.sampler.draw`, so that torch and JAX draw the same if they
-see the same logits.
+Shapes are few and fixed: prompts are padded on the left, and each loop has a fixed number of groups and members, even if some are missing.
+A member's draw depends on its seed and its prompt alone. Its random number (`groupwise.engine.sampler.rules`) is inverted through the
+cumulative distribution as in `groupwise.engine.sampler.draw`, so torch and JAX draw the same tokens from the same logits.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from groupwise.engine.sampler.rules import not_finite, refuse_misfit, refuse_oth
 BLOCK = 128
 """Tokens in a block of the vocabulary; the sums of whole blocks are searched first."""
 NARROWEST = 256
-"""Width of the narrowest prompts: below it, padding costs less than computing groups of different widths one after the other."""
+"""Width of the narrowest prompts: below it, padding costs less than computing groups of different widths one after another."""
 STOPS = 4
-"""The number of stop tokens is padded to a multiple of this one, with ids that are no token."""
+"""The number of stop tokens is padded to a multiple of this, with ids that are no tokens."""
 FINENESS = 3
-"""Loops are compiled for eighths of the next power of two, so that turns with ever less room for tokens need few of them."""
+"""Loops are compiled for eighths of the next power of two, so that turns with less and less room for tokens need few loops."""
 
 
 class LoopInputs(NamedTuple):
@@ -61,14 +60,14 @@ class GroupPart:
     request: GroupRequest
     seeds: tuple[int, ...]
     place: tuple[int, int]
-    """Index of the request among all, and of its first member in the request."""
+    """Index of the request in the list, and of the part's first member in the request."""
 
 
 class Sampler:
-    """The factors that are served."""
+    """Draws completions with the served factors."""
 
     def __init__(self, adapted: Adapted, factors: Factors, slots: int, key_length: int) -> None:
-        """`slots`: rows that are computed together. `key_length`: most tokens of prompt and completion."""
+        """`slots`: rows that are computed together. `key_length`: most tokens of a prompt with its completion."""
         self.adapted = adapted
         self._factors = factors
         self._slots, self._key_length = slots, key_length
@@ -79,7 +78,7 @@ class Sampler:
         )
 
     def load(self, policy: Policy) -> str:
-        """See `groupwise.core.types.Sampler.load`; returns the fingerprint of the weights that it serves then."""
+        """See `groupwise.core.types.Sampler.load`; returns the fingerprint of the weights that it then serves."""
         self._factors = self.adapted.read(Path(policy.path))
         self.fingerprint = fingerprint(self.adapted.to_peft(self._factors))
         refuse_other_weights(policy, self.fingerprint)
@@ -96,7 +95,7 @@ class Sampler:
         return [tuple(each for each in group if each is not None) for group in found]
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupPart]]:
-        """Groups of one shape and with the same parameters, as many as fit into the slots."""
+        """Divide groups into batches of one shape and the same parameters, each with as many as fit into the slots."""
         alike: dict[Any, list[GroupPart]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
@@ -110,7 +109,7 @@ class Sampler:
                 yield parts[start : start + prompts]
 
     def _width(self, request: GroupRequest) -> int:
-        """Width of the prompts that this one is computed with."""
+        """Padded width of the batch in which this prompt is computed."""
         longest, step = _rounded_up(request.params.max_tokens)
         widest = self._key_length - (longest - step + 1)
         shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
@@ -234,7 +233,7 @@ class Sampler:
             logprobs_ST = logprobs_ST.at[:, step].set(jnp.where(done_S, 0.0, logprobs_S))
             done_S = done_S | (chosen_S[:, None] == inputs.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
-            inside = merged()  # layers note things about themselves, which must be within the loop
+            inside = merged()  # layers change their own state, so they must be created in the loop
             head = taken_off(inside)
             hidden_S1D, cache = inside(
                 chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
@@ -246,7 +245,7 @@ class Sampler:
 
 
 def _rounded_up(max_tokens: int) -> tuple[int, int]:
-    """Number of tokens that a loop is compiled for, and the distance between such numbers there."""
+    """Number of tokens that a loop is compiled for, and the distance to the next such number."""
     step = max(1, 1 << (max_tokens - 1).bit_length() >> FINENESS)
     return -(-max_tokens // step) * step, step
 
@@ -275,7 +274,7 @@ def _draw(
     uniforms_S: Any,
     truncation: tuple[int | None, float | None, float | None],
 ) -> tuple[Any, Any]:
-    """Tokens and their log-probabilities at the temperature; 0 takes the likeliest, with that at temperature 1."""
+    """Tokens, and their log-probabilities at the temperature; 0 takes the most likely token, with its log-probability at 1."""
     scaled_SV = logits_SV / jnp.where(temperature == 0, 1.0, temperature)
     kept_SV = _truncate(scaled_SV, *truncation)
     weights_SV = jnp.exp(kept_SV - kept_SV.max(-1, keepdims=True))
@@ -286,7 +285,7 @@ def _draw(
 
 
 def _search(weights_SV: Any, uniforms_S: Any) -> Any:
-    """Index at which the cumulative weights reach a share of their total: first the block of the vocabulary, then the place within it."""
+    """Index at which the cumulative weights reach a share of their total: first the block of the vocabulary, then the place in it."""
     count, vocabulary = weights_SV.shape
     padded = jnp.pad(weights_SV, ((0, 0), (0, -vocabulary % BLOCK)))
     blocks_SKB = padded.reshape(count, -1, BLOCK)
@@ -298,17 +297,17 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
     rest_S1 = targets_S1 - jnp.take_along_axis(begins_SK, block_S1, -1)
     inside_SB = jnp.take_along_axis(blocks_SKB, block_S1[..., None], 1)[:, 0]
     offset_S1 = _first_beyond(inside_SB, _ends(inside_SB), rest_S1)
-    # Only logits that are not numbers reach beyond the end; their log-probability shows it.
+    # Only NaN or infinite logits reach beyond the end; their log-probability shows it.
     return jnp.minimum(block_S1 * BLOCK + offset_S1, vocabulary - 1)[:, 0]
 
 
 def _ends(weights_SN: Any) -> Any:
-    """Cumulative weights. JAX sums in parallel, so that one may lie a little below the one before it; here none does."""
+    """Cumulative weights. JAX sums in parallel, so a sum may be slightly below the previous one; here that is corrected."""
     return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
 
 
 def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
-    """The first place with weight whose end lies beyond the target; the last place with weight if rounding leaves none."""
+    """The first place with weight whose cumulative end is beyond the target; the last place with weight if rounding leaves none."""
     there_SN = weights_SN > 0
     beyond_SN = there_SN & (ends_SN > targets_S1)
     last_S = weights_SN.shape[1] - 1 - there_SN[:, ::-1].argmax(-1)
@@ -316,7 +315,7 @@ def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
 
 
 def _truncate(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
-    """Like `groupwise.engine.sampler.draw.truncate`: each rule acts on what the one before it left."""
+    """Like `groupwise.engine.sampler.draw.truncate`: each rule applies to the tokens that the previous one kept."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)

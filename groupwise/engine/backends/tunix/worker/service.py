@@ -1,7 +1,6 @@
-"""The worker's loop: one thread reads orders, a line each; this one does them in their order, completions of many groups together.
+"""The worker's loop: one thread reads orders, one per line; the main thread executes them in order, completions of many groups together.
 
-It ends with the process that began it: when its orders end. It ignores an interrupt of the whole process group; the run decides what
-follows.
+The process ends when its connection ends, and so with the process that started it.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ from groupwise.engine.backends.tunix.worker.sampler import Sampler
 from groupwise.engine.models.files import disk_errors
 
 GATHERED = 0.003
-"""Seconds in which groups are gathered before they are computed together."""
+"""Seconds for which groups are gathered before they are computed together."""
 
 
 def serve(connection: socket.socket) -> None:
-    """Do the orders that come over the connection until it ends."""
+    """Execute the orders from the connection until it ends."""
     answers = connection.makefile("w", encoding="utf-8")
     orders: queue.Queue[Order] = queue.Queue()
     cancelled: set[int] = set()
@@ -85,7 +84,7 @@ def serve(connection: socket.socket) -> None:
 def _read_orders(
     connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]
 ) -> None:
-    """Read orders until the connection ends, then end the process; a thread that ended alone would go unnoticed."""
+    """Read orders until the connection ends, then end the process; if only the thread ended, nothing would notice."""
     try:
         for line in connection.makefile("r", encoding="utf-8"):
             order = Order.model_validate_json(line)
@@ -93,14 +92,14 @@ def _read_orders(
                 cancelled.add(order.cancel)
             else:
                 orders.put(order)
-    except BaseException:  # noqa: BLE001 — printed as the last words of the worker
+    except BaseException:  # noqa: BLE001 — printed as the worker's last output
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
 def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
-    """The orders to do now (the first, and those that directly follow it if all are completions), and the rest that was read."""
+    """The orders to execute now (the first, and directly following ones if all are completions), and the rest that was read."""
     first, *rest = waiting
     if not isinstance(first.do, Generate):
         return [first], rest
@@ -116,7 +115,7 @@ def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order]
 
 
 def _answer(service: Service, orders: list[Order]) -> list[Answer]:
-    """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
+    """The answers. If orders fail together, each is executed again by itself, so one's error does not affect the others."""
     try:
         results = service.do_all([order.do for order in orders])
         return [
@@ -149,22 +148,22 @@ def _trouble(error: Exception, order: Any) -> Trouble:
 
 @contextmanager
 def _writing(path: Path) -> Generator[None]:
-    """Raise StoreError if the disk refuses."""
+    """Turn errors of writing into StoreError."""
     with atomic_files.explained(path), disk_errors(path):
         try:
             yield
-        except ValueError as error:  # TensorStore's, whatever the system says
+        except ValueError as error:  # TensorStore's error for any failure of the system
             raise OSError(_first_line(error)) from error
 
 
 @contextmanager
 def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
-    """Raise an error of that kind if files are torn."""
+    """Raise an error of this kind if files are damaged."""
     try:
         yield
     except (GroupwiseError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # Orbax and TensorStore raise what they like
+    except Exception as error:  # Orbax and TensorStore may raise anything
         raise kind(
             f"{path} is torn or cannot be read: {_first_line(error)}. Take another one, or restore it from a copy."
         ) from error
@@ -175,7 +174,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Service:
-    """Sampler and learner, once `Open` has made them."""
+    """Sampler and learner; `Open` creates them."""
 
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
@@ -192,7 +191,7 @@ class Service:
         return _require_open(self._learner)
 
     def do_all(self, orders: list[Any]) -> list[Any]:
-        """Do several orders at once; more than one only of `Generate`."""
+        """Execute orders together; several only if all are `Generate`."""
         if isinstance(orders[0], Generate):
             return list(self.sampler.generate([each.request for each in orders]))
         (order,) = orders
@@ -200,7 +199,7 @@ class Service:
 
     @singledispatchmethod
     def do(self, order: Any) -> Any:
-        """The result of an order."""
+        """Execute an order, and return its result."""
         raise AssertionError(order)
 
     @do.register
@@ -225,10 +224,10 @@ class Service:
 
     @do.register
     def _(self, order: Open) -> Opened:
-        # What is float32 is multiplied as such: a TPU would round it to bfloat16 first.
+        # Multiply float32 in full precision: a TPU would round it to bfloat16 first.
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
-        mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
+        mesh = self._scope.enter_context(_mesh(order.mesh))  # Tunix's layers read the current mesh
         model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.fresh(order.seed)

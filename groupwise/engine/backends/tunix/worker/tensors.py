@@ -1,4 +1,4 @@
-"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`), so that each loss is written only once."""
+"""JAX arrays with the tensor methods of torch that losses use (`groupwise.algorithms.base`), so that each loss is written only once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def _of_one(operation: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
-    """The method that does this with a tensor's array."""
+    """Make a method that applies the operation to a tensor's array."""
 
     def method(self: Tensor) -> Tensor:
         return Tensor(operation(self.value))
@@ -20,7 +20,7 @@ def _of_one(operation: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
 
 
 def _of_two(operation: Callable[[Any, Any], Any]) -> Callable[[Tensor, Any], Tensor]:
-    """The method that does this with a tensor's array and another one, or a number."""
+    """Make a method that applies the operation to a tensor's array and another array or a number."""
 
     def method(self: Tensor, other: Any) -> Tensor:
         return Tensor(operation(self.value, plain(other)))
@@ -59,7 +59,7 @@ class Tensor:
         return Tensor(jnp.minimum(self.value, other.value))
 
     def clamp(self, min: float | None = None, max: float | None = None) -> Tensor:
-        """Limit values to the bounds; at a bound itself the gradient is 1, while jnp.clip would halve it."""
+        """Limit values to the bounds. At a bound itself the gradient is 1, as in torch; jnp.clip would halve it."""
         value = self.value
         if min is not None:
             value = jnp.where(self.value < min, jnp.asarray(min, value.dtype), value)
@@ -68,11 +68,11 @@ class Tensor:
         return Tensor(value)
 
     def masked_fill(self, mask: Tensor, filling: float) -> Tensor:
-        """`filling` wherever the mask is set; the values replaced reach neither value nor gradient."""
+        """Replace values by `filling` where the mask is set; replaced values affect neither result nor gradient."""
         return Tensor(jnp.where(mask.value, jnp.asarray(filling, self.dtype), self.value))
 
     def sum(self, axis: int | None = None, *, keepdim: bool = False) -> Tensor:
-        """Sum along an axis; truth values are counted."""
+        """Sum along an axis; booleans are counted."""
         value = self.value.astype(jnp.int32) if self.dtype == jnp.bool_ else self.value
         return Tensor(value.sum(axis, keepdims=keepdim))
 
