@@ -58,7 +58,7 @@ def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     page.locator(".plot").last.scroll_into_view_if_needed()
     expect(page.locator(".plot").last.locator("canvas")).to_be_visible(timeout=TIMEOUT_MS)
     page.get_by_role("link", name="Rollouts").click()
-    page.get_by_label("Text").fill("answer 2 of step 9")
+    page.get_by_label("Text").fill('"answer 2 of step 9"')
     page.get_by_role("button", name="Show").click()
     expect(page.locator(".rollout")).to_have_count(2)
     page.locator(".rollout header a").first.click()
