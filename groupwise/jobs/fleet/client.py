@@ -22,7 +22,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -411,12 +411,12 @@ class FleetClient:
 
     def artefact_pieces(
         self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes]:
         """The bytes of an artefact from an offset on."""
         address = f"/jobs/{_part(job_id)}/artefacts/{quote(path)}"
         return self._pieces(address, {"epoch": epoch, "rank": rank}, offset)
 
-    def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Iterator[bytes]:
+    def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Generator[bytes]:
         """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
         return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
 
