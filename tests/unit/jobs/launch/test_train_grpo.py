@@ -87,7 +87,7 @@ def test_the_checkpoint_of_the_environment_counts(
     assert command.main([*arguments_of(FLAGS)[1:], "--resume"]) == 0
     how = taken[0][2]
     assert (how["resume_from"], how["resume"]) == ("/job/outputs/grpo/checkpoints/step-4", False)
-    assert "as RESUME_FROM says" in capsys.readouterr().err
+    assert "which RESUME_FROM names" in capsys.readouterr().err
 
 
 def test_every_flag_is_a_key_of_the_config_and_has_its_name() -> None:
