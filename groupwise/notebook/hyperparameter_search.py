@@ -91,7 +91,7 @@ def search(
     if not is_count(trials):
         raise ConfigError(f"trials is {trials!r}; it must be a whole number, at least 1.")
     refuse_without_optuna()
-    distributions_wanted = distributions(config, space)
+    trial_space = distributions(config, space)
     credentials.provide(config)
     drive.ensure(config)
     base = make_session(config, server)
@@ -104,9 +104,9 @@ def search(
         _bring_back(journal, folder / JOURNAL)
     study = open_study(folder, prune)
     found = Search(config, metric, study)
-    refuse_other_space(study, distributions_wanted)
+    refuse_other_space(study, trial_space)
     _refuse_other_question(study, folder, base, rewards, space, metric)
-    while (trial := next_trial(study, distributions_wanted, trials, config.seed)) is not None:
+    while (trial := next_trial(study, trial_space, trials, config.seed)) is not None:
         try:
             if not repeats(study, trial):
                 own = with_values(config, trial.params).changed(

@@ -19,8 +19,6 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 HEADER = "Idempotency-Key"
 HEADERS = (HEADER, "X-Idempotency-Key")
 """Names under which a key may come."""
-KEPT_SECONDS = 24 * 3600.0
-"""Seconds for which an answer is kept."""
 LONGEST = 255
 """Characters of a key."""
 

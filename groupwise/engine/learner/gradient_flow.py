@@ -23,7 +23,7 @@ TOKENS = 1024
 rounding adds noise of 30 %, which must not be mistaken for a change without effect."""
 
 Compute = Callable[[Tensor, Factors], Tensor]
-"""A layer's output [N, O], without the rest of its product, for inputs [N, I] and an adapter with these factors."""
+"""Computes one layer's own output columns [N, O] of a fused product, for inputs [N, I] and an adapter with these factors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,11 +71,11 @@ class LocalFleet(FleetClient):
         """A client of the same fleet that acts for the holder of the dashboard's key `who`; the local user acts as themselves."""
         if who == LOCAL.key_id:
             return self
-        named = copy.copy(self)
-        named._http = httpx2.Client(
+        client = copy.copy(self)
+        client._http = httpx2.Client(
             base_url=self.url, headers={ACTS_FOR: f"web:{who}"}, transport=self._transport
         )
-        return named
+        return client
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Add a machine: the fields of `verbs.machines.NewMachine`, including `transport` and `seen_host_key`."""

@@ -90,10 +90,10 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
         """See `EngineRunner._submit`."""
-        options_named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
+        job_options = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
         says = (f"--output={state.folder}/engine.log", "--open-mode=append")
         ran = await self._run_slurm(
-            "sbatch", *options, *options_named, *says, f"{state.folder}/begin.sh"
+            "sbatch", *options, *job_options, *says, f"{state.folder}/begin.sh"
         )
         _expect_taken(ran)
         # If several callers submitted it at once, cancel all jobs but one. If several had started, only one would get the token.

@@ -133,7 +133,7 @@ class _Handlers:
 
 
 def _call_response(answer: CallAnswer) -> Response:
-    """The answer as JSON, with non-finite numbers as strings; see `groupwise.api.schemas.parts`."""
+    """The answer as JSON, with non-finite numbers as text; see `groupwise.api.schemas.parts`."""
     status = 202 if answer.state == "working" else 200
     plain = {
         "number": answer.number,

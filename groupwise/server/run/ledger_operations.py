@@ -1,4 +1,4 @@
-"""Records clients' requests: operations on the ledger, each one transaction with its answer, its event and its count."""
+"""What the requests of clients change in the ledger. Each function is one transaction, with the response, an event and the counters."""
 
 from __future__ import annotations
 

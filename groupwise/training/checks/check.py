@@ -206,7 +206,7 @@ def _machine(rubric: Rubric) -> Finding | None:
 
 
 def _draws(config: RunConfig) -> int | None:
-    """The number of examples that training reads of a stream without a length; None if unlimited."""
+    """The number of examples that training reads from a stream of unknown length; None if unlimited."""
     steps = config.training.max_steps
     return None if steps is None else steps * config.training.prompts_per_step
 

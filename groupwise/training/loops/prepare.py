@@ -25,7 +25,7 @@ from groupwise.training.loops.training import TrainedBy
 from groupwise.training.placement import AnyConfig, Layout, crowding
 
 ROWS_READ = "rows_read"
-"""The run's fact with the number of rows that it reads of a stream without a length."""
+"""The run's fact with the number of rows that it reads from a stream of unknown length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,7 @@ class Start(Generic[Loaded]):
 
     @property
     def rows_read(self) -> int | None:
-        """Number of rows that the earlier run reads of a stream without a length."""
+        """Number of rows that the earlier run reads from a stream of unknown length."""
         return self.point.facts.get(ROWS_READ) if self.point else None
 
     def resumption(self, prepared: Prepared) -> Resumption | None:

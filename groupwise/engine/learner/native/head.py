@@ -75,8 +75,7 @@ class _Numbers:
         self.logprobs_N = residual_NH.new_empty(count)
         self.entropies_N = residual_NH.new_empty(count)
         self.right_N = residual_NH.new_zeros(count, dtype=torch.bool)
-        residual_kept = residual_NH if gradient else None
-        self.chosen_slopes_NH = None if residual_kept is None else torch.empty_like(residual_kept)
+        self.chosen_slopes_NH = torch.empty_like(residual_NH) if gradient else None
         entropy = gradient and targets.wanted.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
         rows = min(count, ROWS_IN_CACHE if residual_NH.device.type == "cpu" else CHUNK)

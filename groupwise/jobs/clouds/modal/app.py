@@ -95,14 +95,13 @@ def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None =
     """The function `work` with the GPU, time limit and secrets of this call. `secrets` become an unnamed Modal secret, which exists for
     this call only."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
-    secrets_named = named_secrets(call.named, client)
     found = function(call.app or app_of(PLAIN), "work", client)
     return found.with_options(
         gpu=call.gpu,
         cpu=WORK_CORES,
         memory=WORK_MB,
         timeout=call.timeout,
-        secrets=[*carried, *secrets_named],
+        secrets=[*carried, *named_secrets(call.named, client)],
         retries=0,
     )
 

@@ -80,9 +80,8 @@ def make_local_app(serving: Serving, user: str) -> ASGIApp:
 
     @cache
     def application_of(route: Route | None) -> FastAPI:
-        routes = (
-            () if route is None else (route,)
-        )  # without any, it refuses as for unknown addresses
+        # Without routes it refuses as for any unknown address.
+        routes = () if route is None else (route,)
         return assemble(ABOUT, routes, serving, identify, local_only=False)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
