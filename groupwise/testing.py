@@ -148,7 +148,7 @@ class FakeLearner:
 
     async def publish(self, version: int) -> Policy:
         folder = self.folder / f"v{version}"
-        with atomic_files.explained(folder):
+        with atomic_files.explaining_disk_errors(folder):
             self._write(folder)
         return Policy(self.run, version, _fingerprint(self.table), "full", str(folder))
 

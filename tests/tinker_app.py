@@ -10,13 +10,13 @@ from starlette.requests import Request
 
 from groupwise.api.http.bodies import Bodies
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.tinker.messages import installed
+from groupwise.server.tinker.messages import is_installed
 from groupwise.server.tinker.routes import verb_routes
 from groupwise.server.tinker.service import VerbService
 
 KEY = "tml-1-secret"
 
-assert installed(), "The Tinker client is not installed: pip install 'groupwise[dev]'"
+assert is_installed(), "The Tinker client is not installed: pip install 'groupwise[dev]'"
 
 
 def only_this_key(request: Request) -> None:

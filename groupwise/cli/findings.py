@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from groupwise.cli.printing import folded
+from groupwise.cli.printing import fold
 from groupwise.core.findings import Finding, Level, Report
 from groupwise.core.terminal.text import clean
 
@@ -30,7 +30,7 @@ def show_finding(finding: Finding) -> None:
     level = typer.style(f"{finding.level:<{_LEVEL}}", fg=_COLOURS[finding.level])
     remedy = f"→ {finding.remedy}" if finding.remedy and finding.level != "ok" else ""
     texts = [finding.measured, *(text for text in (finding.meaning, remedy) if text)]
-    lines = [line for text in texts for line in folded(text, len(_INDENT))]
+    lines = [line for text in texts for line in fold(text, len(_INDENT))]
     begins = f"{level}{clean(finding.name):<{_NAME - 1}}"
     if len(finding.name) < _NAME or not sys.stdout.isatty():
         begins += f" {lines.pop(0)}"

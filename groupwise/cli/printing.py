@@ -41,7 +41,7 @@ def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
         print_text("\nadvice")
     for each in advice:
         for text, margin in ((each["says"], "  "), (each["do"], "    ")):
-            print_text("\n".join(margin + line for line in folded(str(text), len(margin))))
+            print_text("\n".join(margin + line for line in fold(str(text), len(margin))))
 
 
 def next_commands(run: str) -> list[tuple[str, str]]:
@@ -64,12 +64,12 @@ def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
         print_text(f"{name}{' ' * (width - cell_len(name))}  {value}")
 
 
-def indented(text: str, margin: str) -> str:
+def indent(text: str, margin: str) -> str:
     """Untrusted text, cleaned, with a margin before each line."""
     return "\n".join(margin + line for line in clean(text).split("\n"))
 
 
-def folded(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
+def fold(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
     """The lines of a text, cleaned and, in a terminal, wrapped to the width that remains after `indent` columns.
 
     `stream` is where they will be shown; None: stdout.
@@ -99,7 +99,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         print_text("  ".join(cells).rstrip())
 
 
-def rounded(value: Any) -> str:
+def round_number(value: Any) -> str:
     """A number with four significant digits."""
     if value is None:
         return ""

@@ -121,7 +121,7 @@ def _print_new_key(word: str) -> None:
     from groupwise.api.schemas.keys import Role, new_key
     from groupwise.core.errors import UsageError
 
-    role = Role.named(word)
+    role = Role.by_name(word)
     if role is None:
         roles = ", ".join(role.word for role in Role)
         raise UsageError(f"--new-key {word}: there is no such role; the roles are {roles}.")

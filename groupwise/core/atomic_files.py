@@ -71,7 +71,7 @@ def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
     StoreError if the disk is full or permissions are missing.
     """
     building = building_path(path)
-    with explained(path):
+    with explaining_disk_errors(path):
         try:
             _write_flushed(building, data)
             crash_point(f"file:{path.name}:before")
@@ -93,7 +93,7 @@ def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
 
     With `replace=False` an earlier one is left unchanged and FileExistsError is raised.
     """
-    with explained(path):
+    with explaining_disk_errors(path):
         _flush(building)
         crash_point(f"file:{path.name}:before")
         _show_file(building, path, replace)
@@ -104,7 +104,7 @@ def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
 def append(path: Path, data: bytes) -> None:
     """Append to a file; create it if it is missing. After a crash it may end with a part of `data`: see `cut`."""
     made = not path.exists()
-    with explained(path):
+    with explaining_disk_errors(path):
         crash_point(f"append:{path.name}:before")
         with path.open("ab") as file:
             file.write(data)
@@ -117,7 +117,7 @@ def append(path: Path, data: bytes) -> None:
 
 def cut(path: Path, size: int) -> None:
     """Truncate a file to `size` bytes."""
-    with explained(path):
+    with explaining_disk_errors(path):
         crash_point(f"cut:{path.name}:before")
         with path.open("r+b") as file:
             file.truncate(size)
@@ -127,7 +127,7 @@ def cut(path: Path, size: int) -> None:
 
 def remove_file(path: Path) -> None:
     """Delete a file, if it exists."""
-    with explained(path):
+    with explaining_disk_errors(path):
         crash_point(f"remove:{path.name}:before")
         path.unlink(missing_ok=True)
     crash_point(f"remove:{path.name}:after")
@@ -136,7 +136,7 @@ def remove_file(path: Path) -> None:
 def keep_file(finished: Path, path: Path) -> None:
     """Hard-link `path` to a finished file that is about to be deleted; copy it if the file system has no hard links."""
     building = building_path(path)
-    with explained(path):
+    with explaining_disk_errors(path):
         path.parent.mkdir(exist_ok=True)
         building.unlink(missing_ok=True)
         link(finished, building)
@@ -191,7 +191,7 @@ def publish_folder(building: Path, final: Path) -> None:
 
     An existing empty `final` is replaced; FileExistsError if it holds anything.
     """
-    with explained(final):
+    with explaining_disk_errors(final):
         for folder, _, names in os.walk(building):
             for name in names:
                 _flush(Path(folder, name))
@@ -215,7 +215,7 @@ def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> 
     building = building_path(final)
     shutil.rmtree(building, ignore_errors=True)
     try:
-        with explained(final):
+        with explaining_disk_errors(final):
             building.mkdir(parents=True)
             fill(building)
             if replace and final.is_dir():
@@ -227,7 +227,7 @@ def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> 
 
 def remove_folder(path: Path) -> None:
     """Delete a folder. A rename hides it in one step: no reader sees half of it."""
-    with explained(path):
+    with explaining_disk_errors(path):
         crash_point(f"remove:{path.name}:before")
         hidden = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -264,7 +264,7 @@ def flush_folder(path: Path) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Generator[None, None, None]:
+def explaining_disk_errors(path: Path) -> Generator[None, None, None]:
     """Turn an OSError into a StoreError that says what to do. FileExistsError passes."""
     try:
         yield

@@ -65,7 +65,7 @@ class Interruption:
             signal.signal(number, handler)
 
     @property
-    def asked(self) -> int | None:
+    def received_signal(self) -> int | None:
         """The signal that asked the loop to end; None until then."""
         return self._received
 

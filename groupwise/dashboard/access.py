@@ -80,7 +80,7 @@ class Door:
         if caller is None or self._keys is None:
             return None
         content = f"{caller.key_id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
-        return f"{content}.{self._keys.sealed(caller.key_id, f'cookie {content}')}"
+        return f"{content}.{self._keys.seal(caller.key_id, f'cookie {content}')}"
 
     def leave(self, cookie: str | None) -> None:
         """Sign a cookie out: this dashboard process no longer accepts it."""
@@ -125,13 +125,13 @@ class Door:
         content, _, seal = cookie.rpartition(".")
         name, _, rest = content.partition(".")
         until, _, nonce = rest.partition(".")
-        own = keys.sealed(name, f"cookie {content}")
-        caller = keys.named(name)
+        own = keys.seal(name, f"cookie {content}")
+        caller = keys.caller_of(name)
         if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
             return None
         if cookie in self._left or not until.isdecimal() or int(until) < self._clock():
             return None
-        return Visitor(caller, keys.sealed(name, f"form {nonce}") or "", by_cookie=True)
+        return Visitor(caller, keys.seal(name, f"form {nonce}") or "", by_cookie=True)
 
 
 def cookie_name(headers: Mapping[str, str], above: str) -> str:

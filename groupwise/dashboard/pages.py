@@ -85,7 +85,7 @@ class Visit:
     request: Request
     visitor: Visitor
 
-    def named(self, name: str) -> str:
+    def path_part(self, name: str) -> str:
         """A part of the address's path, by its name."""
         return str(self.request.path_params[name])
 

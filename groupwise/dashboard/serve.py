@@ -95,7 +95,7 @@ async def _serve_place(
     listening: socket.socket,
     say: Callable[[str], None],
 ) -> int:
-    await asyncio.to_thread(place.runs.known, FIRST_LOOK)
+    await asyncio.to_thread(place.runs.all_runs, FIRST_LOOK)
     http = Uvicorn(
         uvicorn_config(
             make_app(place),

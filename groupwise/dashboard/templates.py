@@ -144,7 +144,7 @@ def gist(value: Any, most: int = 160) -> str:
     return plain if len(plain) <= most else f"…{plain[-most:]}"
 
 
-def said(prompt: Any) -> str:
+def prompt_for_people(prompt: Any) -> str:
     """A prompt for readers: text unchanged, messages one after the other, anything else as data."""
     try:
         return prompt_text(prompt)
@@ -152,7 +152,7 @@ def said(prompt: Any) -> str:
         return pretty(prompt)
 
 
-def written(iso: str | None) -> str:
+def time_for_people(iso: str | None) -> str:
     """A timestamp of an API for readers, in local time of the dashboard's machine."""
     return "" if not iso else moment(datetime.fromisoformat(iso).timestamp())
 
@@ -162,7 +162,7 @@ def since(iso: str | None) -> str:
     return "" if not iso else ago(datetime.fromisoformat(iso).timestamp())
 
 
-def signed(value: float | None) -> str:
+def signed_number(value: float | None) -> str:
     """A difference, with its sign."""
     return "–" if value is None else f"{value:+.3f}".replace("-", "−")
 
@@ -196,11 +196,11 @@ FILTERS: Mapping[str, Any] = {
     "line": line,
     "short": short,
     "gist": gist,
-    "said": said,
-    "written": written,
+    "said": prompt_for_people,
+    "written": time_for_people,
     "since": since,
     "number": number,
-    "signed": signed,
+    "signed": signed_number,
     "percent": percent,
     "duration": duration,
     "size": byte_size,

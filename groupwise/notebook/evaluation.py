@@ -72,7 +72,7 @@ def evaluate(
             policy=policy,
             samples_per_prompt=samples,
         )
-    judged = {name: result.interval(name) for name in result.judged}
+    judged = {name: result.interval(name) for name in result.metrics_with_interval}
     rows = [
         (
             name,

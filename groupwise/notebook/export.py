@@ -57,7 +57,7 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
     place = None if mirror is None else mirror.place_of(run)
     if place is not None:
         target = place / f"{run.name}.zip"
-        with atomic_files.explained(target):
+        with atomic_files.explaining_disk_errors(target):
             building = str(atomic_files.building_path(target))
             atomic_files.publish_file(Path(shutil.make_archive(building, "zip", adapter)), target)
         rows.append(("zip", str(target)))

@@ -18,7 +18,7 @@ from groupwise.runs import checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
 from groupwise.runs.store import Store
-from groupwise.training.config import RunConfig, resolved
+from groupwise.training.config import RunConfig, resolved_values
 
 
 def number_of(run: str, name: str) -> int | None:
@@ -80,7 +80,7 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     A run that resumes may have other evaluations and callbacks, or another number of processes; a finished run would have to be
     trained again for them.
     """
-    found = compare(read_config(run.path), resolved(core), RunConfig)
+    found = compare(read_config(run.path), resolved_values(core), RunConfig)
     if run.state == "finished":
         loose = [key for key in {**found.free, **found.warned} if key not in PLACES]
     else:

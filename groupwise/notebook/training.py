@@ -100,7 +100,7 @@ def run_training(
         if (mirror := drive.mirror_of(session.config, earlier.name)) is not None:
             mirror.keep_finished(earlier.path)
         with Store.open(earlier.path / RECORD, readonly=True) as store:
-            held_out = {each.name: EvalResult.recorded(each) for each in store.evaluations()}
+            held_out = {each.name: EvalResult.from_record(each) for each in store.evaluations()}
         result = RlResult(
             read_summary(earlier.path) or {},
             earlier.path,

@@ -60,7 +60,7 @@ class Database:
     def open_for_writing(cls, path: Path) -> Database:
         """Open or create the file, and migrate it to the newest format."""
         with (
-            explained(path),
+            explaining_sqlite(path),
             closed_on_failure(connect_writer(path, FORMAT, "migration")) as connection,
         ):
             text_index.prepare(connection)
@@ -69,7 +69,7 @@ class Database:
     @classmethod
     def open_for_reading(cls, path: Path) -> Database:
         """Open an existing file without writing to it. One of an older format is read through views of the newest format."""
-        with explained(path):
+        with explaining_sqlite(path):
             connection = connect(path, "ro")
             try:
                 connection.execute("SELECT 1 FROM sqlite_master").fetchone()
@@ -77,7 +77,7 @@ class Database:
                 # In a read-only folder the writer's WAL files cannot be shared; `immutable` reads only the checkpointed data.
                 connection.close()
                 connection = connect(path, "ro&immutable=1")
-        with explained(path), closed_on_failure(connection):
+        with explaining_sqlite(path), closed_on_failure(connection):
             check_format(path, connection, FORMAT)
             if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
@@ -93,7 +93,7 @@ class Database:
     @contextmanager
     def transaction(self, action: str) -> Generator[None, None, None]:
         """Everything executed inside is committed as one transaction, or not at all; `action` names it at its crash points."""
-        with self._lock, explained(self.path):
+        with self._lock, explaining_sqlite(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -126,12 +126,12 @@ class Database:
 
     def all(self, query: str, values: Row = ()) -> list[Row]:
         """All rows of a query."""
-        with self._lock, explained(self.path):
+        with self._lock, explaining_sqlite(self.path):
             return self._connection.execute(query, values).fetchall()
 
     def soon(self, query: str, values: Row, instructions: int) -> list[Row] | None:
         """All rows of a query, or None if SQLite's virtual machine would need more than `instructions` instructions to find them."""
-        with self._lock, explained(self.path):
+        with self._lock, explaining_sqlite(self.path):
             self._connection.set_progress_handler(lambda: 1, instructions)
             try:
                 return self._connection.execute(query, values).fetchall()
@@ -147,7 +147,7 @@ class Database:
 
         Until it ends, this connection sees only that state, and the WAL file keeps what a writer commits meanwhile.
         """
-        with explained(self.path):
+        with explaining_sqlite(self.path):
             with self._lock:
                 self._connection.execute("BEGIN")
                 cursor = self._connection.execute(query, values)
@@ -169,7 +169,7 @@ class Database:
     @contextmanager
     def snapshot(self) -> Generator[None, None, None]:
         """All reads inside see the same state, even if the writer commits meanwhile."""
-        with self._lock, explained(self.path):
+        with self._lock, explaining_sqlite(self.path):
             if self._connection.in_transaction:
                 yield
                 return
@@ -181,7 +181,7 @@ class Database:
 
     def rebuild_text_index(self) -> None:
         """Rebuild the full-text index from the tables; do nothing if SQLite lacks FTS5."""
-        with self._lock, explained(self.path):
+        with self._lock, explaining_sqlite(self.path):
             text_index.prepare(self._connection, force=True)
             self.indexed = text_index.is_usable(self._connection)
 
@@ -209,7 +209,7 @@ def _show_as_newest(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Generator[None, None, None]:
+def explaining_sqlite(path: Path) -> Generator[None, None, None]:
     """Turn SQLite's errors into a StoreError that says what to do."""
     try:
         yield

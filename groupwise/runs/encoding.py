@@ -54,12 +54,12 @@ def unpack_singles(blob: bytes | None) -> tuple[float, ...] | None:
     return None if blob is None else struct.unpack(f"<{len(blob) // 4}f", blob)
 
 
-def signed(seed: int | None) -> int | None:
+def to_signed(seed: int | None) -> int | None:
     """An unsigned 64-bit number as the signed one with the same bits; OverflowError beyond 64 bits."""
     return None if seed is None else int.from_bytes(seed.to_bytes(8, "big"), "big", signed=True)
 
 
-def unsigned(stored: int | None) -> int | None:
+def to_unsigned(stored: int | None) -> int | None:
     """The inverse of `signed`."""
     return None if stored is None else stored % 2**64
 

@@ -140,7 +140,7 @@ class RunFolder:
         lock = RunLock.acquire(path)
         folder = cls._open_held(path, lock, keep_tokens=keep_tokens)
         try:
-            with atomic_files.explained(path):
+            with atomic_files.explaining_disk_errors(path):
                 atomic_files.sweep(path)
                 checkpoints.sweep(folder.checkpoints)
             folder.store.set_meta({"state": "running", "error": None})
@@ -155,7 +155,7 @@ class RunFolder:
         try:
             store = Store.open(path / RECORD, keep_tokens=keep_tokens)
             try:
-                with atomic_files.explained(path):
+                with atomic_files.explaining_disk_errors(path):
                     return cls(path, lock, store)
             except BaseException:
                 store.close()
@@ -293,7 +293,7 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
     `atomic_files.check_can_write(result_file(...))` to find out before a long evaluation.
     """
     folder = path / RESULTS
-    with atomic_files.explained(folder):
+    with atomic_files.explaining_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         file = result_file(path, name if number == 1 else f"{name}-{number}")
@@ -378,7 +378,7 @@ def _build(
                     "error": None,
                 }
             )
-        with atomic_files.explained(building):
+        with atomic_files.explaining_disk_errors(building):
             for room in (CHECKPOINTS, RESULTS):
                 (building / room).mkdir()
         atomic_files.publish_folder(building, path)

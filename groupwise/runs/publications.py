@@ -38,7 +38,7 @@ def claim(run_folder: Path, size: int) -> Path:
 
     Deletes the folders of dead processes. StoreError if nothing can be written.
     """
-    with atomic_files.explained(Path(tempfile.gettempdir())):
+    with atomic_files.explaining_disk_errors(Path(tempfile.gettempdir())):
         # Memory only if it has room: in containers /dev/shm is often very small.
         place, needed = Path(tempfile.gettempdir()), COPIES * size
         if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= needed:
@@ -74,7 +74,7 @@ def version_folder(publications: Path, version: int) -> Path:
     """Make an empty folder for a version. Raises StoreError if the disk (or memory) refuses."""
     folder = publications / f"v{version:09d}"
     shutil.rmtree(folder, ignore_errors=True)
-    with atomic_files.explained(folder):
+    with atomic_files.explaining_disk_errors(folder):
         folder.mkdir(parents=True)
     return folder
 

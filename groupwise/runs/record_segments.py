@@ -27,7 +27,7 @@ from pathlib import Path
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
-from groupwise.runs.database import FORMAT, explained
+from groupwise.runs.database import FORMAT, explaining_sqlite
 from groupwise.runs.schema import FILL_TASKS
 from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
@@ -97,7 +97,7 @@ def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
 @contextmanager
 def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
     """An empty piece to be filled. Written without fsync: it is flushed when it is renamed into place."""
-    with explained(file), closing(connect(file, "rwc")) as connection:
+    with explaining_sqlite(file), closing(connect(file, "rwc")) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         begin_migration(connection, FORMAT)
         connection.execute("COMMIT")
@@ -249,7 +249,7 @@ def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
 def _put_together(building: Path, pieces: Sequence[Path]) -> None:
     # Create the tables.
     Store.create(building).close()
-    with explained(building), closing(connect(building, "rw")) as connection:
+    with explaining_sqlite(building), closing(connect(building, "rw")) as connection:
         _put_in(connection, pieces)
     with Store.open(building) as store:
         store.rebuild_text_index()
@@ -275,7 +275,7 @@ def _set_aside(record: Path) -> Path | None:
         record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
     )
     aside = next(name for name in names if not name.exists())
-    with atomic_files.explained(record):
+    with atomic_files.explaining_disk_errors(record):
         for ending in ("-wal", "-shm", ""):
             found = record.with_name(record.name + ending)
             if found.exists():

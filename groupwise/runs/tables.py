@@ -35,13 +35,13 @@ from groupwise.runs.encoding import (
     pack_tokens,
     plain_number,
     plain_text,
-    signed,
     text,
+    to_signed,
+    to_unsigned,
     unpack_floats,
     unpack_json,
     unpack_singles,
     unpack_tokens,
-    unsigned,
 )
 
 LONGEST_TASK = 200
@@ -127,7 +127,7 @@ def _insert_rollout(
             segment.policy_version,
             text(segment.fingerprint),
             _packed_params(segment.params) if segment.params else None,
-            signed(segment.seed),
+            to_signed(segment.seed),
             segment.finish_reason,
             pack_tokens(segment.prompt_ids)
             if keep_tokens and segment.prompt_ids is not None
@@ -271,7 +271,7 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
             policy_version=version,
             fingerprint=plain_text(fingerprint),
             params=_params(params),
-            seed=unsigned(seed),
+            seed=to_unsigned(seed),
             finish_reason=reason,
             prompt_ids=None if prompt_ids is None else unpack_tokens(prompt_ids),
             learner_logprobs=unpack_singles(learnt),

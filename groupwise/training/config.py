@@ -626,19 +626,19 @@ def with_task_schema(loaded: Loaded, schema: type[BaseModel] | None) -> Loaded:
     return replace(loaded, config=loaded.config.model_copy(update={"task": values}))
 
 
-def resolved(config: Dumped) -> dict[str, Any]:
+def resolved_values(config: Dumped) -> dict[str, Any]:
     """Every key with its value as JSON types; `load_config` of the result gives an equal config."""
     return config.model_dump(mode="json")
 
 
 def view(config: RunConfig) -> View:
     """The config in the read-only form that a task's hooks receive."""
-    return View(resolved(config))
+    return View(resolved_values(config))
 
 
 def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
     """The changes since a run was started with the resolved config `old`."""
-    return compare(old, resolved(new), cast("type[BaseModel]", type(new)))
+    return compare(old, resolved_values(new), cast("type[BaseModel]", type(new)))
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> str:

@@ -215,7 +215,7 @@ def _layout(config: AnyConfig) -> Layout:
     own = learners > 1 or samplers > 0
     processes = learners + samplers if own else _processes(config, device)
     if config.model.backend == "unsloth":
-        version = f"{prefork.torch_version()}, unsloth {library.installed()}"
+        version = f"{prefork.torch_version()}, unsloth {library.installed_version()}"
     else:
         version = prefork.torch_version()
     return Layout(

@@ -38,10 +38,10 @@ from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
 
 def task_of(config: RunConfig, source: object | None) -> Task:
     """The task of a command, or the one in the config if `source` is None, with the rewards that the config names."""
-    return rewarded(config, find_task(source, view(config)))
+    return with_configured_rewards(config, find_task(source, view(config)))
 
 
-def rewarded(config: RunConfig, task: Task) -> Task:
+def with_configured_rewards(config: RunConfig, task: Task) -> Task:
     """The task with the config's rewards instead of its own, if the config names any.
 
     With a router without `default_task`, the task's own rewards remain for rows without a label.

@@ -12,7 +12,7 @@ import pytest
 import groupwise
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
-from groupwise.engine.models.tokens import rendered
+from groupwise.engine.models.tokens import render_prompt
 from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.tasks.environment import Step
@@ -74,7 +74,7 @@ def test_a_dry_run_shows_the_prompt_that_the_run_records(tmp_path: Path, environ
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         (first, _) = store.groups(0)
         shown = {view.prompt for view in store.rollouts(RolloutFilter(draw=0))}
-    recorded = rendered(load_tokenizer(ModelConfig(name="tiny")), first.rollouts[0].prompt_ids)
+    recorded = render_prompt(load_tokenizer(ModelConfig(name="tiny")), first.rollouts[0].prompt_ids)
     assert plan["first_prompt"] == recorded
     assert shown == {recorded}
     assert ("Buy some apples." if environment is not Guess else "3 letters, ") in recorded

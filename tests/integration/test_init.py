@@ -16,7 +16,7 @@ from groupwise.training import build
 from groupwise.training.checks import doctor_cost
 from groupwise.training.checks import init as module
 from groupwise.training.checks.init import init
-from groupwise.training.config import load_config, resolved
+from groupwise.training.config import load_config, resolved_values
 from groupwise.training.sft_config import load_sft_config
 from tests.integration.toy_run import TOY
 
@@ -66,7 +66,10 @@ def test_what_is_written_passes_a_dry_run_and_trains(task):
     assert report.exit_code == 0
     assert level(report, "speed") == "ok"
     written = load_config("mine.yaml")
-    assert {**report.details["config"], "task": {}} == {**resolved(written.config), "task": {}}
+    assert {**report.details["config"], "task": {}} == {
+        **resolved_values(written.config),
+        "task": {},
+    }
     planned = groupwise.rl("mine.yaml", task, dry_run=True).summary
     assert planned["config"] == {
         **report.details["config"],

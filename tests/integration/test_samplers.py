@@ -308,7 +308,7 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
 
 def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
     Lost(monkeypatch, 1, "sampler.generate", 5)
-    served = Hosted.served
+    served = Hosted.load_policy
 
     async def other(hosted, policy):
         return (await served(hosted, policy))[::-1]

@@ -60,7 +60,7 @@ class Role(IntEnum):
     """Start and stop runs."""
 
     @classmethod
-    def named(cls, word: str) -> Role | None:
+    def by_name(cls, word: str) -> Role | None:
         """The role that a key file calls so."""
         return cls.__members__.get(word.upper()) if word == word.lower() else None
 
@@ -153,16 +153,16 @@ class Keyring:
             return Caller(stored.id, stored.role, stored.projects)
         return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
 
-    def named(self, id: str) -> Caller | None:
+    def caller_of(self, id: str) -> Caller | None:
         """The caller whose key has this id, or None."""
         if id == PLAIN_ID and self._has_plain:
             return Caller(PLAIN_ID, Role.ADMIN)
         stored = self._stored.get(id)
         return None if stored is None else Caller(stored.id, stored.role, stored.projects)
 
-    def sealed(self, id: str, text: str) -> str | None:
+    def seal(self, id: str, text: str) -> str | None:
         """A seal of this text that can be made only with what is kept of the key, and is another once that is; None: there is no such."""
-        if self.named(id) is None:
+        if self.caller_of(id) is None:
             return None
         own = id == PLAIN_ID and self._has_plain
         secret = self._plain if own else self._stored[id].digest
@@ -253,7 +253,7 @@ def _read_line(words: list[str]) -> StoredKey | str:
     if len(words) != 3:
         return f"a line is `id role sha256`, but this one has {len(words)} word(s)"
     name, word, digest = words
-    role = Role.named(word)
+    role = Role.by_name(word)
     if not _ID.fullmatch(name):
         return "the first word is no id: 1 to 32 lower-case letters and digits"
     if name in (LOCAL.key_id, PLAIN_ID):

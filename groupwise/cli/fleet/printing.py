@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from groupwise.api.schemas.fleet import UNPREPARED
 from groupwise.cli.printing import (
-    folded,
+    fold,
     print_pairs,
     print_section,
     print_table,
@@ -489,7 +489,7 @@ def print_status(found: Document) -> None:
     }
     margin = max(map(len, facts)) + 2
     for name, texts in facts.items():
-        lines = [line for text in texts for line in folded(one_line(text), margin)]
+        lines = [line for text in texts for line in fold(one_line(text), margin)]
         for number, line in enumerate(lines):
             print_text(f"{'' if number else name:<{margin}}{line}")
     if found["alarms"]:
@@ -501,7 +501,7 @@ def print_status(found: Document) -> None:
 
 def _print_folded(mark: str, text: str) -> None:
     """Print a text after a mark, wrapped in a terminal."""
-    for number, line in enumerate(folded(one_line(text), len(mark))):
+    for number, line in enumerate(fold(one_line(text), len(mark))):
         print_text(f"{mark if number == 0 else ' ' * len(mark)}{line}")
 
 

@@ -13,7 +13,7 @@ from groupwise.cli.launch.options import Detach, EnvFile, To
 from groupwise.cli.launch.places import LaunchedJob
 from groupwise.cli.launch.watch import (
     ask,
-    concluded,
+    conclude,
     find,
     folder_of,
     stop_job,
@@ -146,7 +146,7 @@ def fetch(*, job: LaunchedJob, to: To = None, as_json: AsJson = False) -> None:
         status = await backend.status(handle)
         results.prepare(folder)
         came = await backend.fetch(handle, folder)
-        return await concluded(backend, note, status, came, folder, handle)
+        return await conclude(backend, note, status, came, folder, handle)
 
     document = ask(note.place, fetched)
     if as_json:

@@ -257,10 +257,10 @@ def check_name(name: str) -> None:
 def _host_key(name: str, where: Address, trust: Trust) -> str:
     """The host key in known_hosts; without one, the key that the user trusts now. Raises UsageError."""
     from groupwise.cli.fleet.reach import host_key_of
-    from groupwise.jobs.hosts.keys import known
+    from groupwise.jobs.hosts.keys import known_host_key
 
     if trust.fingerprint is None:
-        found = known(where.host, where.port) or known(name, where.port)
+        found = known_host_key(where.host, where.port) or known_host_key(name, where.port)
         if found is not None:
             return str(found)
     seen = host_key_of(where, trust)

@@ -174,12 +174,12 @@ async def _watch_to_end(watching: Watch, note: Note, folder: Path) -> dict[str, 
         handle = await find(backend, note.name)
         results.prepare(folder)
         status, fetched = await watching.until_ended(backend, handle)
-        return await concluded(backend, note, status, fetched, folder, handle)
+        return await conclude(backend, note, status, fetched, folder, handle)
     finally:
         await backend.close()
 
 
-async def concluded(
+async def conclude(
     backend: Backend, note: Note, status: Status, fetched: Fetched, folder: Path, handle: Handle
 ) -> dict[str, Any]:
     """Write the result next to the fetched files, then end the paid machine, or report that it stays."""

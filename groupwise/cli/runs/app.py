@@ -22,14 +22,14 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
-    indented,
+    indent,
     moment,
     print_advice,
     print_pairs,
     print_section,
     print_table,
     print_text,
-    rounded,
+    round_number,
 )
 from groupwise.cli.runs.compare import compare
 from groupwise.cli.runs.export import export, push
@@ -291,10 +291,10 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     print_advice(facts["advice"])
     for hook, reasons in facts["rows_left_out"].items():
         print_section(f"rows of {hook} left out", [(str(n), why) for why, n in reasons.items()])
-    print_section("last step", [(k, rounded(v)) for k, v in facts["last_metrics"].items()])
+    print_section("last step", [(k, round_number(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
-        print_section(title, [(k, rounded(v)) for k, v in evaluation["metrics"].items()])
+        print_section(title, [(k, round_number(v)) for k, v in evaluation["metrics"].items()])
     print_section("configuration", list(flatten(facts["config"]).items()))
 
 
@@ -336,7 +336,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
         if number:
             print_text("")
         print_text(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
-        print_text(indented(first.prompt, "  │ "))
+        print_text(indent(first.prompt, "  │ "))
         for view in group:
             if view.outcome == "scored":
                 verdict = "given" if view.reward is None else f"reward {view.reward:.3f}"
@@ -352,11 +352,11 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             print_text("\n  " + " · ".join(facts))
             if view.parts:
                 parts = (
-                    f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {rounded(part.value) or '–'}"
+                    f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {round_number(part.value) or '–'}"
                     for part in view.parts
                 )
                 print_text("     " + "   ".join(parts))
-            print_text(indented(view.completion, "     "))
+            print_text(indent(view.completion, "     "))
 
 
 def _cut_off(view: RolloutView) -> str:

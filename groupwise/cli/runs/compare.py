@@ -13,12 +13,12 @@ from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
     RunsDir,
-    indented,
+    indent,
     print_pairs,
     print_section,
     print_table,
     print_text,
-    rounded,
+    round_number,
 )
 from groupwise.core.terminal.text import one_line
 
@@ -75,7 +75,7 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
         for each in comparison.metrics:
             counts = ["" if n is None else str(n) for n in (each.better, each.worse, each.equal)]
             moved = f"{each.b - each.a:+.3f}" if each.change is None else _with_sign(each.change)
-            table.append((each.name, rounded(each.a), rounded(each.b), moved, *counts))
+            table.append((each.name, round_number(each.a), round_number(each.b), moved, *counts))
         print_table(table)
     if comparison.curve:
         _print_curve(comparison.curve)
@@ -84,10 +84,10 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
     print_section("configuration", differences)
     for change in comparison.changed[:rows]:
         print_text(f"\n━━ reward {change.a:.3f} → {change.b:.3f} ━━")
-        print_text(indented(prompt_text(change.prompt), "  │ "))
+        print_text(indent(prompt_text(change.prompt), "  │ "))
         for name, completion in (("A", change.completion_a), ("B", change.completion_b)):
             print_text(f"\n  {name}")
-            print_text(indented(completion, "     "))
+            print_text(indent(completion, "     "))
 
 
 def _with_sign(interval: Interval) -> str:
@@ -98,5 +98,9 @@ def _print_curve(curve: CurveChange) -> None:
     print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
     head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
     change = _with_sign(curve.change) if curve.change else "no draws with the same prompt"
-    rows = [head, ("A", *map(rounded, curve.a), ""), ("B", *map(rounded, curve.b), change)]
+    rows = [
+        head,
+        ("A", *map(round_number, curve.a), ""),
+        ("B", *map(round_number, curve.b), change),
+    ]
     print_table(rows if curve.metric == "reward" else [row[:3] for row in rows])

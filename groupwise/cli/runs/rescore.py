@@ -12,11 +12,11 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
-    indented,
+    indent,
     print_pairs,
     print_table,
     print_text,
-    rounded,
+    round_number,
 )
 from groupwise.cli.rl import Overrides
 from groupwise.core.terminal.text import one_line, shorten
@@ -84,8 +84,8 @@ def rescore(
         if found.overall.reasons:
             print_text("\nwhat failed, and why")
         for reason, count in found.overall.reasons.items():
-            print_text(indented(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
-        for broken in found.broken:
+            print_text(indent(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
+        for broken in found.failed_rewards:
             print_text(f"\n`{broken}` FAILED on every rollout.")
         farthest = found.farthest(rows)
         if farthest:
@@ -108,7 +108,7 @@ def _moved_row(row: Rescored) -> tuple[str, ...]:
         str(row.step),
         str(row.draw),
         str(row.member),
-        f"{rounded(row.old_rank)} → {rounded(row.new_rank)}",
-        f"{rounded(row.old)} → {rounded(row.new)}",
+        f"{round_number(row.old_rank)} → {round_number(row.new_rank)}",
+        f"{round_number(row.old)} → {round_number(row.new)}",
         shorten(one_line(row.completion), 60),
     )

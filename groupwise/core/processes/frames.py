@@ -12,10 +12,10 @@ MAX_BYTES = 1 << 38
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:
     """Send one message; blocks as long as the socket's timeout allows."""
-    connection.sendall(framed(payload))
+    connection.sendall(add_frame(payload))
 
 
-def framed(payload: bytes) -> bytes:
+def add_frame(payload: bytes) -> bytes:
     """One message with its length in front."""
     return _LENGTH.pack(len(payload)) + payload
 

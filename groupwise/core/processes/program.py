@@ -61,14 +61,14 @@ class Family:
             )
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the program itself has ended."""
         return has_ended(self.process)
 
     def wait(self, seconds: float) -> int | None:
         """The return code; None if it has not ended after `seconds`."""
         deadline = time.monotonic() + seconds
-        while not self.ended:
+        while not self.has_ended:
             if time.monotonic() > deadline:
                 return None
             time.sleep(LOOK)

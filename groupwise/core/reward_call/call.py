@@ -361,7 +361,7 @@ def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> 
     entries = list(values)
     if len(entries) != count:
         raise ValueError(
-            f"log_extra({name!r}, …) got {counted(len(entries))} for {count} completions"
+            f"log_extra({name!r}, …) got {count_values(len(entries))} for {count} completions"
         )
     logged.extras[printable(str(name))] = [plain(value) for value in entries]
 
@@ -375,7 +375,7 @@ def _entries(answer: Any, count: int) -> list[Any]:
         raise _Unusable(f"returned {_kind(answer)}; expected a list of {count} numbers")
     entries = list(cast("Iterable[Any]", listed))
     if len(entries) != count:
-        raise _Unusable(f"returned {counted(len(entries))} for {count} completions")
+        raise _Unusable(f"returned {count_values(len(entries))} for {count} completions")
     return entries
 
 
@@ -417,6 +417,6 @@ def _kind(value: object) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def counted(values: int) -> str:
+def count_values(values: int) -> str:
     """`1 value`, `2 values`."""
     return f"{values} value" + ("" if values == 1 else "s")

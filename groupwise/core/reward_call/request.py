@@ -97,6 +97,6 @@ def unpicklable(columns: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def unscored(count: int, outcome: Outcome, reason: str) -> GroupScore:
+def unscored_group(count: int, outcome: Outcome, reason: str) -> GroupScore:
     """The result of a group in which no member could be scored, for one reason."""
     return GroupScore(tuple(MemberScore(outcome, reason) for _ in range(count)))

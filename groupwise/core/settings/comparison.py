@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from groupwise.core.settings.schema import KeyPath, Leaf, leaves
-from groupwise.core.settings.tree import copied
+from groupwise.core.settings.tree import copy_plain
 
 Change = tuple[Any, Any]
 """Old and new value of a key; None also if a side does not have the key."""
@@ -52,6 +52,6 @@ def _changes(
     if old is _ABSENT:
         has_default = path in schema and not schema[path].key.is_required()
         old = schema[path].key.get_default(call_default_factory=True) if has_default else None
-    change = copied(old), None if new is _ABSENT else copied(new)
+    change = copy_plain(old), None if new is _ABSENT else copy_plain(new)
     if change[0] != change[1]:
         yield path, change

@@ -15,14 +15,18 @@ from ruamel.yaml.error import YAMLError
 from groupwise.core.errors import ConfigError
 from groupwise.core.settings.credentials import is_secret, names_secret
 from groupwise.core.settings.schema import KeyPath, Strict, keys_of
-from groupwise.core.settings.tree import Tree, copied, parse_yaml, plain_value
+from groupwise.core.settings.tree import Tree, copy_plain, parse_yaml, plain_value
 from groupwise.core.settings.wording import as_given
 
 
 def override(tree: Tree, words: Sequence[str]) -> Tree:
     """The tree with `a.b=value` arguments applied in order, so the last one wins. Their problems are added to `problems`."""
     result = Tree(
-        tree.source, copied(tree.values), dict(tree.origins), list(tree.problems), set(tree.unread)
+        tree.source,
+        copy_plain(tree.values),
+        dict(tree.origins),
+        list(tree.problems),
+        set(tree.unread),
     )
     for word in words:
         try:

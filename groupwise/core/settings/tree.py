@@ -215,10 +215,10 @@ def _problem(tree: Tree, path: KeyPath, what: str) -> None:
     tree.unread.add(path)
 
 
-def copied(value: Any) -> Any:
+def copy_plain(value: Any) -> Any:
     """A copy of plain nested data that shares nothing with the original."""
     if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in cast("Mapping[str, Any]", value).items()}
+        return {key: copy_plain(item) for key, item in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [copied(item) for item in cast("Sequence[Any]", value)]
+        return [copy_plain(item) for item in cast("Sequence[Any]", value)]
     return value

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from groupwise.core.settings.tree import copied
+from groupwise.core.settings.tree import copy_plain
 
 
 class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that it equals
@@ -18,7 +18,7 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
     __slots__ = ("_path", "_values")
 
     def __init__(self, values: Mapping[str, Any], path: str = "config") -> None:
-        object.__setattr__(self, "_values", copied(values))
+        object.__setattr__(self, "_values", copy_plain(values))
         object.__setattr__(self, "_path", path)
 
     def __getitem__(self, key: str) -> Any:
@@ -52,7 +52,7 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
 
     def to_dict(self) -> dict[str, Any]:
         """A plain, independent copy, for `json.dumps` and the like."""
-        return copied(self._values)
+        return copy_plain(self._values)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -62,7 +62,7 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Mapping):
-            return self._values == copied(cast("Mapping[str, Any]", other))
+            return self._values == copy_plain(cast("Mapping[str, Any]", other))
         return NotImplemented
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
     """Reduce the points to `most` (at least 4): the first, the last, and the lowest and highest of each interval between."""
     if len(points) <= most:
         return tuple(points)
@@ -322,7 +322,7 @@ def svg_curve(
     drawn: list[Series] = []
     for each in series:
         finite = _finite(each.points)
-        points = finite if each.style == "band" else thinned(finite)
+        points = finite if each.style == "band" else thin_out(finite)
         if points:
             drawn.append(Series(each.name, points, each.style))
     body: list[str] = []

@@ -84,7 +84,7 @@ def jobs(visit: Visit) -> Page:
 
 def job(visit: Visit) -> Page:
     """All about one."""
-    query, name = visit.query(Log), visit.named("job")
+    query, name = visit.query(Log), visit.path_part("job")
     found = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
     attempts = found["attempts"]
     expect_one(name, query.epoch, [each["epoch"] for each in attempts])
@@ -122,7 +122,7 @@ def ran(job: Document, now: float) -> float | None:
 
 def log(visit: Visit) -> Response:
     """A piece of a log from an offset on, and the offset of the next piece. Without `epoch`, the log of the newest attempt."""
-    query, name = visit.query(Log), visit.named("job")
+    query, name = visit.query(Log), visit.path_part("job")
     epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
     expect_one(name, query.epoch, epochs)
     epoch = query.epoch or max(epochs, default=None)

@@ -63,7 +63,7 @@ def fleet(visit: Visit) -> Page:
 
 def machine(visit: Visit) -> Page:
     """One machine."""
-    name = visit.named("machine")
+    name = visit.path_part("machine")
     document = fleet_of(visit).ask(lambda fleet: fleet.machine(name))
     running = fleet_of(visit).ask(
         lambda fleet: fleet.jobs(vm=name, status=[JobStatus.RUNNING.value], limit=MOST_RUNNING)
@@ -84,7 +84,7 @@ def changes(kind: str, actions: Mapping[str, Action]) -> Do:
     """The handler for forms with these actions on a job or machine, whose name is the address's part `kind`."""
 
     def change(visit: Visit, form: Mapping[str, str]) -> str:
-        name, action = visit.named(kind), form.get("action", "")
+        name, action = visit.path_part(kind), form.get("action", "")
         if action not in actions:
             raise RunNotFoundError(
                 f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."

@@ -71,7 +71,7 @@ of all.
 
 def evaluations(visit: Visit) -> Page:
     """All of a run."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     with Store.open(path / RECORD, readonly=True) as store:
         found = evaluations_of(path, store, intervals=WITH_INTERVALS)
     names = _columns(name for each in found for name in each.metrics)
@@ -94,7 +94,7 @@ class Listing(Query):
 
 def every_evaluation(visit: Visit) -> Page:
     """Evaluations of all runs, newest run first, and on the first page also those outside runs: to compare any two."""
-    query, known = visit.query(Listing), visit.place.runs.known()
+    query, known = visit.query(Listing), visit.place.runs.all_runs()
     runs = [
         each.info.path for each in known.runs if not each.info.broken and has_words(each, query.q)
     ]

@@ -27,8 +27,8 @@ from groupwise.runs.store import Store
 
 def weights(visit: Visit) -> Page:
     """The files of a checkpoint, or of the final weights."""
-    path = visit.place.run(visit.named("run"))
-    folder = _folder(path, visit.named("where"))
+    path = visit.place.run(visit.path_part("run"))
+    folder = _folder(path, visit.path_part("where"))
     try:
         files = [
             (each.relative_to(folder).as_posix(), each.stat().st_size) for each in files_of(folder)
@@ -41,7 +41,7 @@ def weights(visit: Visit) -> Page:
         evaluations = [each for each in evaluations_of(path, store) if each.step == step]
     data = {
         **head_of(visit, path),
-        "where": visit.named("where"),
+        "where": visit.path_part("where"),
         "step": step,
         "evaluations": [asdict(each) for each in evaluations],
         "files": [{"name": name, "bytes": size} for name, size in files],
@@ -51,8 +51,8 @@ def weights(visit: Visit) -> Page:
 
 def whole(visit: Visit) -> Response:
     """All of them as one archive."""
-    path = visit.place.run(visit.named("run"))
-    folder = _folder(path, visit.named("where"))
+    path = visit.place.run(visit.path_part("run"))
+    folder = _folder(path, visit.path_part("where"))
     name = f"{_header_safe(path.name)}-{folder.name}"
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
     return Sent(archive(folder, name), media_type="application/zip", headers=headers)
@@ -60,8 +60,8 @@ def whole(visit: Visit) -> Response:
 
 def file(visit: Visit) -> Response:
     """One of them."""
-    folder = _folder(visit.place.run(visit.named("run")), visit.named("where"))
-    name = visit.named("file")
+    folder = _folder(visit.place.run(visit.path_part("run")), visit.path_part("where"))
+    name = visit.path_part("file")
     for each in files_of(folder):
         if each.relative_to(folder).as_posix() == name:
             return FileResponse(each, media_type="application/octet-stream", filename=each.name)
@@ -70,7 +70,7 @@ def file(visit: Visit) -> Response:
 
 def export(visit: Visit) -> Response:
     """All rollouts that a search finds, one JSON object a line, as `groupwise runs export --to jsonl` writes them."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     query = visit.query(RolloutsQuery)
     store = Store.open(path / RECORD, readonly=True)
     headers = {

@@ -33,7 +33,7 @@ class RunsQuery(Query):
 
 def runs(visit: Visit) -> Page:
     """The list."""
-    query, known = visit.query(RunsQuery), visit.place.runs.known()
+    query, known = visit.query(RunsQuery), visit.place.runs.all_runs()
     matching = [
         each
         for each in known.runs

@@ -32,7 +32,7 @@ LOG_BYTES = 16_384
 
 def run(visit: Visit) -> Page:
     """The page of a run."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     listed = visit.place.runs.one(path)
     with Store.open(path / RECORD, readonly=True) as store:
         names = names_of(store)
@@ -73,7 +73,7 @@ def run(visit: Visit) -> Page:
 
 def config(visit: Visit) -> Page:
     """All settings of a run, resolved."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     tree = read_config(path)
     data = {**head_of(visit, path), "config": tree, "settings": flatten(tree)}
     return Page("config.html", data)

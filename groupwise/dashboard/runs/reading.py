@@ -103,7 +103,7 @@ class RolloutsQuery(Query):
 
 def rollouts(visit: Visit) -> Page:
     """One page of what was asked for."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     query = visit.query(RolloutsQuery)
     with Store.open(path / RECORD, readonly=True) as store:
         found = store.rollouts(query.wanted, LISTED)
@@ -125,7 +125,7 @@ def rollouts(visit: Visit) -> Page:
 
 def group(visit: Visit) -> Page:
     """The members of a draw side by side."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     draw = _number(visit, "draw")
     with Store.open(path / RECORD, readonly=True) as store:
         found = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
@@ -156,7 +156,7 @@ class Paged(Query):
 
 def example(visit: Visit) -> Page:
     """The groups of an example, the newest first: how its answers changed."""
-    path = visit.place.run(visit.named("run"))
+    path = visit.place.run(visit.path_part("run"))
     index, page = _number(visit, "example"), visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
         steps, groups = store.steps_of(index)
@@ -187,7 +187,7 @@ def example(visit: Visit) -> Page:
     if len(steps) > MOST_STEPS:  # an even selection, with the first and the last
         last = len(steps) - 1
         steps = [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
-    known = (each.info for each in visit.place.runs.known().runs)
+    known = (each.info for each in visit.place.runs.all_runs().runs)
     others = [info.name for info in known if not info.broken and info.name != path.name]
     data = {
         **head_of(visit, path),
@@ -205,8 +205,8 @@ def example(visit: Visit) -> Page:
 
 def rollout(visit: Visit) -> Page:
     """One rollout, token by token."""
-    path = visit.place.run(visit.named("run"))
-    name = visit.named("rollout")
+    path = visit.place.run(visit.path_part("run"))
+    name = visit.path_part("rollout")
     page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
         draw, is_it = _find_rollout(store, name)
@@ -264,7 +264,7 @@ def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[Rollou
 
 
 def _number(visit: Visit, name: str) -> int:
-    return _number_of(visit.named(name), name)
+    return _number_of(visit.path_part(name), name)
 
 
 def _number_of(word: str, name: str) -> int:

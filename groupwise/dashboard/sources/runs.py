@@ -72,7 +72,7 @@ class RunsIndex:
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
 
-    def known(self, patience: float = FIRST_READ_TIMEOUT) -> Known:
+    def all_runs(self, patience: float = FIRST_READ_TIMEOUT) -> Known:
         """All runs; runs that could not be read within `patience` seconds are only counted."""
         stamps = {path: stamp_of(path) for path in run_folders(self.folder)}
         with self._lock:
@@ -101,7 +101,7 @@ class RunsIndex:
         return self._stamp.now(moment)
 
     def _states(self) -> Any:
-        known = self.known()
+        known = self.all_runs()
         runs = [(each.info.name, each.info.state, each.written) for each in known.runs]
         results = [path / RESULTS for path in run_folders(self.folder)]
         return (

@@ -105,7 +105,7 @@ class RankLearner:
         self._ranks.call_all_now("learner.load", folder)
 
     @contextmanager
-    def traced(self) -> Generator[RankTrace]:
+    def trace(self) -> Generator[RankTrace]:
         """Context manager that traces the work of the first rank; see `groupwise.engine.models.profile`."""
         self._ranks.call_each_now([(0, "begin_trace", ())])
         try:

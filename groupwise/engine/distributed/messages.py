@@ -23,7 +23,7 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError, RunError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.frames import FrameBuffer, framed
+from groupwise.core.processes.frames import FrameBuffer, add_frame
 from groupwise.engine.distributed.handshake import Seal
 
 _PIECE = 1 << 20
@@ -155,7 +155,7 @@ class MessageChannel:
         """Send a message, and pass `sockets` to the other process. Safe from any thread. Raises OSError if the other end is gone."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            frame = framed(pickled if self._seal is None else self._seal.code(pickled) + pickled)
+            frame = add_frame(pickled if self._seal is None else self._seal.code(pickled) + pickled)
             for start in range(0, len(sockets), _MOST_SOCKETS):
                 handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
                 frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]

@@ -30,7 +30,7 @@ from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.lora import AdaptedModel, layer_kinds
 from groupwise.engine.models.machine import prepare_process
 from groupwise.engine.models.probes import peak_memory, shared_memory
-from groupwise.engine.models.profile import MarkedLearner, Trace, traced
+from groupwise.engine.models.profile import MarkedLearner, Trace, tracing
 from groupwise.engine.sampler.weights import ServedAdapter
 
 
@@ -72,7 +72,7 @@ class Hosted:
         """Peak bytes of the device that this process used, and the bytes it shares with others now; None for the latter if unknown."""
         return peak_memory(device), shared_memory() if device == "cpu" else 0
 
-    async def served(self, policy: Policy) -> str:
+    async def load_policy(self, policy: Policy) -> str:
         """Load a policy into the sampler; returns the fingerprint of the weights that it then serves."""
         assert self.sampler is not None
         await self.sampler.load(policy)
@@ -119,7 +119,7 @@ class Hosted:
     def begin_trace(self) -> None:
         """Trace this process from now on; the learner's calls are marked with their names."""
         assert self.learner is not None
-        work = traced()
+        work = tracing()
         self.tracing = Tracing(work, work.__enter__(), self.learner)
         self.learner = MarkedLearner(self.learner)
 

@@ -163,7 +163,7 @@ class TorchLearner:
         """
         folder = publications.version_folder(self._publish_folder, version)
         fingerprint = self.fingerprint()
-        with atomic_files.explained(folder):
+        with atomic_files.explaining_disk_errors(folder):
             self._weights.save(folder)
         publications.remove_old(self._publish_folder, version, self._keep_publications)
         return Policy(

@@ -173,7 +173,7 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
     return None
 
 
-def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
+def missing_turn_warning(tokenizer: Any, prompt: Prompt) -> str | None:
     """A warning if prompts do not end with the template's assistant header; None if they do."""
     if isinstance(prompt, str) or prompt[-1].get("role") == "assistant":
         return None

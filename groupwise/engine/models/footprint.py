@@ -151,7 +151,7 @@ class Footprint:
         """Bytes of `parameters` weights in the model's number format."""
         return parameters * self.size
 
-    def served(self, parameters: int) -> int:
+    def served_bytes(self, parameters: int) -> int:
         """Bytes of the sampled model, or of an adapter's base; 0 if all weights are trained and this process does not sample."""
         if self.full and not self.samples:
             return 0
@@ -159,7 +159,7 @@ class Footprint:
         copies = native_copies(self.sizes, self.size, self.packed) if native else 0
         return self.plain(parameters) + copies
 
-    def trained(self, parameters: int, processes: int) -> int:
+    def trained_bytes(self, parameters: int, processes: int) -> int:
         """Bytes of trained weights, gradient and two moments in all processes. With several processes, each also needs a buffer to add up
         gradients; if all weights are trained, the weights before the fork count once more."""
         copies = 0.0  # bytes per number of an adapter: the sampler's copy, and the native engines'
@@ -251,7 +251,7 @@ def native_copies(sizes: Sizes, size: int, packed: int) -> int:
 # --- keys and values -----------------------------------------------------------------------------
 
 
-def grown(room: int, needed: int) -> int:
+def grown_room(room: int, needed: int) -> int:
     """Capacity in tokens of the cache of completion tokens after it grew. It grows by half, because growing copies everything."""
     return multiple(max(needed, room * 3 // 2), GROWTH)
 
@@ -260,7 +260,7 @@ def rooms(tokens: int) -> tuple[int, int]:
     """Capacity before and after the last growth of a cache that was filled token by token up to `tokens`."""
     before = after = 0
     while after < tokens:
-        before, after = after, grown(after, after + 1)
+        before, after = after, grown_room(after, after + 1)
     return before, after
 
 

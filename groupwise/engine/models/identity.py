@@ -11,7 +11,7 @@ from huggingface_hub import hf_hub_download
 
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
-from groupwise.engine.models.tokenizer import explained, resolve
+from groupwise.engine.models.tokenizer import explaining_errors, resolve
 from groupwise.engine.models.transformers_log import quiet
 
 WHOLE = 64 << 20
@@ -42,7 +42,7 @@ def identity(config: ModelConfig) -> str:
         for path in files:
             _add_file(digest, path)
     else:
-        with quiet(), explained(config, resolved, "model"):
+        with quiet(), explaining_errors(config, resolved, "model"):
             found = hf_hub_download(resolved.location, "config.json", revision=resolved.revision)
         commit = Path(found).parent.name  # …/snapshots/<commit>/config.json
         digest.update(f"{resolved.location}@{commit}".encode())

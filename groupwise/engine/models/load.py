@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from groupwise.engine.models.config import Dtype, ModelConfig
 from groupwise.engine.models.hub import fetch_weights
-from groupwise.engine.models.tokenizer import explained, locate, resolve
+from groupwise.engine.models.tokenizer import explaining_errors, locate, resolve
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model with its weights, in evaluation mode; no parameter is trainable."""
     resolved = locate(config)
-    with quiet(), explained(config, resolved, "model"):
+    with quiet(), explaining_errors(config, resolved, "model"):
         loaded = AutoModelForCausalLM.from_pretrained(
             resolved.location,
             dtype=getattr(torch, dtype),
@@ -51,7 +51,7 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
 def read_model_config(config: ModelConfig) -> PreTrainedConfig:
     """The config that comes with the model; no weights are read."""
     resolved = locate(config)
-    with quiet(), explained(config, resolved, "model"):
+    with quiet(), explaining_errors(config, resolved, "model"):
         return AutoConfig.from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
         )
@@ -68,7 +68,7 @@ def described_text(config: ModelConfig) -> dict[str, Any]:
 def hollow_model(config: ModelConfig) -> PreTrainedModel:
     """The model without storage for its weights (on the meta device), for names, shapes and counts."""
     described = read_model_config(config)
-    with torch.device("meta"), quiet(), explained(config, resolve(config), "model"):
+    with torch.device("meta"), quiet(), explaining_errors(config, resolve(config), "model"):
         return AutoModelForCausalLM.from_config(
             described, trust_remote_code=config.trust_remote_code
         )

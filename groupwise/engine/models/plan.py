@@ -144,10 +144,10 @@ def plan_model(
     memory = MemoryPlan(
         process=interpreters if device == "cpu" else 0.0,
         weights=copies
-        * (held.served(total) - saved_by_bits(config, counts.linear, dtype))
+        * (held.served_bytes(total) - saved_by_bits(config, counts.linear, dtype))
         / parts
         / MIB,
-        trained=held.trained(trained, processes) / full / MIB,
+        trained=held.trained_bytes(trained, processes) / full / MIB,
         reference=held.plain(total) / parts / MIB if needs_reference and lora is None else 0.0,
         keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,
         activations=processes * of_one / MIB,

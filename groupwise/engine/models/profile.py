@@ -32,7 +32,7 @@ QUIET = "6"
 
 
 class Trace:
-    """A recording of torch's work; complete once the `traced` context has ended."""
+    """A recording of torch's work; complete once the `tracing` context has ended."""
 
     def __init__(self, profiler: profile) -> None:
         self._profiler = profiler
@@ -52,7 +52,7 @@ class Trace:
 
 
 @contextmanager
-def traced() -> Generator[Trace]:
+def tracing() -> Generator[Trace]:
     """Trace this thread's operations, and those it starts on a GPU. Results do not change; the work is slower."""
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     activities = [ProfilerActivity.CPU]

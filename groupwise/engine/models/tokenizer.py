@@ -85,7 +85,7 @@ def locate(config: ModelConfig) -> ResolvedModel:
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with `model.chat_template` if that is set, and with the template's arguments."""
     resolved = resolve(config)
-    with quiet(), explained(config, resolved, "tokenizer"):
+    with quiet(), explaining_errors(config, resolved, "tokenizer"):
         file = Path(resolved.location, "tokenizer_config.json")
         facts = json.loads(file.read_text()) if resolved.local and file.is_file() else {}
         if facts.get("tokenizer_class") == "TokenizersBackend":  # AutoTokenizer would import torch
@@ -112,7 +112,7 @@ def import_class() -> None:
 
 
 @contextlib.contextmanager
-def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
+def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
     """Turn a loader's error into a message that names the file and the places searched, or says that memory ran out."""
     try:
         with memory_explained(f"loading the {what} {config.name!r}"):

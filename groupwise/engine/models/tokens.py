@@ -65,6 +65,6 @@ def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     )
 
 
-def rendered(tokenizer: Any, ids: Sequence[int]) -> str:
+def render_prompt(tokenizer: Any, ids: Sequence[int]) -> str:
     """A prompt as the model sees it, including special tokens; for display."""
     return tokenizer.decode(list(ids), skip_special_tokens=False)

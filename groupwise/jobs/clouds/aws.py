@@ -335,7 +335,7 @@ class AwsBackend:
         self, handle: Handle, ask: Callable[[MachineBackend], Awaitable[T]]
     ) -> T:
         """The answer of this attempt's machine. Raises _NoAnswer if the machine is not ready, or has ended."""
-        machine = self._machines.reached(handle.name)
+        machine = self._machines.last_called(handle.name)
         if machine is None:
             machine = await self._machines.newest(handle.name)
         if machine is not None and handle.attempt < int(machine.tags.get("first", 1)):

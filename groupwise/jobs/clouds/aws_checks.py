@@ -42,7 +42,7 @@ class Access:
     port: int = 22
     python: str = "python3"
 
-    def required(self, what: str) -> str:
+    def require(self, what: str) -> str:
         """The option of this name. Raises UsageError if it was not set: a caller that only looks for a job need not set all."""
         found = getattr(self, what)
         if found is None:
@@ -51,7 +51,7 @@ class Access:
 
     def group(self, ec2: Ec2) -> Group:
         """The security group. Raises CloudError if it does not exist."""
-        group_name = self.required("security_group")
+        group_name = self.require("security_group")
         found = ec2.group(group_name, self.subnet)
         if found is None:
             raise CloudError(f"there is no security group {group_name} in {ec2.region}.")
@@ -86,7 +86,7 @@ def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: in
     spot = bool(asks.get("spot"))
     found = CheckResults(price_of(ec2, kind, spot=spot))
     named = {
-        "key pair": lambda: _key_pair(ec2, access, private_key(access.required("key_path"))),
+        "key pair": lambda: _key_pair(ec2, access, private_key(access.require("key_path"))),
         "security group": lambda: _group(ec2, access),
         "instance type": lambda: _type(ec2, kind, gpus),
         "quota": lambda: _quota(ec2, kind, spot=spot),
@@ -130,7 +130,7 @@ def private_key(path: str) -> str:
 
 
 def _key_pair(ec2: Ec2, access: Access, own: str) -> str:
-    name = access.required("key_name")
+    name = access.require("key_name")
     public = ec2.public_key(name)
     if public is None:
         raise CloudError(

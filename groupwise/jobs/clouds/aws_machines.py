@@ -164,7 +164,7 @@ class AwsMachines:
             kind,
             image,
             root_device,
-            access.required("key_name"),
+            access.require("key_name"),
             (group.id,),
             user_data(deadline, minutes, access.user, spot=spot),
             tags,
@@ -229,7 +229,7 @@ class AwsMachines:
         if key is None or machine.address is None:
             return None
         user, _, port = machine.tags["login"].rpartition(":")
-        address = Address(machine.address, user, int(port), self._access.required("key_path"), key)
+        address = Address(machine.address, user, int(port), self._access.require("key_path"), key)
         runner = Runner(SshHost(address), root=ROOT, python=self._access.python)
         backend = MachineBackend(self._name, runner, self._where)
         if known is not None:
@@ -237,7 +237,7 @@ class AwsMachines:
         self._reached[job] = (machine, backend)
         return backend
 
-    def reached(self, name: str) -> Machine | None:
+    def last_called(self, name: str) -> Machine | None:
         """The job's last used machine; None if none was used."""
         known = self._reached.get(name)
         return None if known is None else known[0]

@@ -42,7 +42,7 @@ from groupwise.jobs.hosts.answers import (
     RunnerState,
 )
 from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Resume, Runner
-from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
+from groupwise.jobs.hosts.failures import FailureClass, classify, has_succeeded
 from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import (
@@ -389,7 +389,7 @@ class MachineBackend:
     def _ending(self, state: MemberState) -> Ending | None:
         """How the attempt ended; None: it has not ended."""
         if state.exit is not None:
-            if succeeded(state.exit):
+            if has_succeeded(state.exit):
                 ending = Ending(Outcome.SUCCEEDED, "it ended with exit code 0")
             elif state.exit.reason is ExitReason.CANCELLED:
                 ending = Ending(Outcome.CANCELLED, state.exit.message or "cancelled")

@@ -186,7 +186,7 @@ class GlobalJobDispatcher:
         )
 
     @property
-    def driven(self) -> frozenset[int]:
+    def driven_epochs(self) -> frozenset[int]:
         """Epochs of the attempts that it drives now."""
         return frozenset(self._drives)
 
@@ -338,7 +338,7 @@ class GlobalJobDispatcher:
             boot_before, answered = self._sightings.get(vm_id, (boot, answers))
             if boot_before not in (None, boot) or (answers and not answered):
                 self._parts.doubt(vm_id)
-                self._watches.seen(vm_id)
+                self._watches.note_answer(vm_id)
         self._sightings = seen
 
     # Driving
@@ -410,7 +410,7 @@ class GlobalJobDispatcher:
             except Exception:  # as for a drive
                 log.exception("watching %s failed", vm_id)
                 await asyncio.sleep(self._tuning.rhythm.after_crash)
-            self._watches.ended(vm_id, watch)
+            self._watches.note_end(vm_id, watch)
 
         task = self._group.create_task(watched(), name=f"watch {vm_id}")
         self._watching.add(task)
@@ -469,7 +469,7 @@ class GlobalJobDispatcher:
         if not alive:
             return
         jobs = {state.job for state in alive}
-        known = await self._gateway.look(lambda s: records.known(s, machine.vm_id, jobs))
+        known = await self._gateway.look(lambda s: records.known_jobs(s, machine.vm_id, jobs))
         for state in alive:
             reading, left = Reading(state.state), state.survivors or 0
             match stray(state.epoch, reading, known.get(state.job), left):

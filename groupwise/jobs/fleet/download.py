@@ -140,7 +140,7 @@ def fetch(
         found = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
         there, left_out = _entries(found["files"]), found["left_out"]
         request = DownloadRequest(request.paths, False, found["epoch"], request.rank)
-    files = chosen(there, request.paths, job_id)
+    files = choose_files(there, request.paths, job_id)
 
     def pieces(path: str, offset: int) -> Iterator[bytes]:
         if request.checkpoints:
@@ -175,7 +175,7 @@ def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
     return found
 
 
-def chosen(
+def choose_files(
     files: Mapping[str, FileEntry], words: Sequence[str], job_id: str
 ) -> dict[str, FileEntry]:
     """The files that `words` name, or that lie below a folder that they name; all if there are no words. UsageError lists the files."""

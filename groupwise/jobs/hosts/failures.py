@@ -48,7 +48,7 @@ class FailureClass(StrEnum):
     """The command succeeded, but its output files could not be fetched completely."""
 
 
-def succeeded(record: ExitRecord) -> bool:
+def has_succeeded(record: ExitRecord) -> bool:
     """True if the command ended by itself with exit code 0. A command that exits with 0 because it was stopped has not done its work."""
     return record.code == 0 and record.reason is ExitReason.EXITED
 

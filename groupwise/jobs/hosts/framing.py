@@ -225,7 +225,7 @@ class Exchange:
         return limit
 
     @property
-    def answered(self) -> bool:
+    def is_answered(self) -> bool:
         """True once the complete answer was received."""
         return self._reader.answer is not None
 
@@ -245,7 +245,7 @@ class Exchange:
             assert self._reader.answer is not None
             self.answer.set_result(self._reader.answer)
 
-    def complained(self, data: bytes) -> None:
+    def take_stderr(self, data: bytes) -> None:
         """Handle a piece of standard error."""
         self._complaints = (self._complaints + data)[-_MOST_COMPLAINTS:]
 

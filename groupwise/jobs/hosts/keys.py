@@ -155,7 +155,7 @@ KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
 """Files in which OpenSSH records trusted machines."""
 
 
-def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
+def known_host_key(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
     """The best accepted key by which the user's OpenSSH trusts this host; None: it knows no such key, or the key is revoked."""
     paths = [str(path) for each in files if (path := Path(each).expanduser()).is_file()]
     if not paths:

@@ -143,7 +143,7 @@ class _Process:
         """Stop watching the process. If it does not end by itself, it is killed; processes that it has started are not."""
         self.exchange.drop()
         try:
-            await self._exits(within=ENDS_BY_ITSELF if self.exchange.answered else 0)
+            await self._exits(within=ENDS_BY_ITSELF if self.exchange.is_answered else 0)
         finally:
             for each in self._pipes:
                 each.close()
@@ -160,11 +160,11 @@ class _Process:
     def heard(self, number: int, data: bytes) -> None:
         """Handle a piece of its standard output or error."""
         if number == STANDARD_ERROR:
-            self.exchange.complained(data)
+            self.exchange.take_stderr(data)
         else:
             self.exchange.heard(data)
 
-    def closed(self, number: int) -> None:
+    def note_closed(self, number: int) -> None:
         """Record that this output has ended."""
         self._open.discard(number)
         self._perhaps_over()
@@ -184,4 +184,4 @@ class _Pipe(asyncio.Protocol):
         self._process.heard(self._number, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._process.closed(self._number)
+        self._process.note_closed(self._number)

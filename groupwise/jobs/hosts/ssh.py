@@ -129,7 +129,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
             self._link.waiting.discard(self)
         if self._channel is None:
             self.give_up_place()
-        elif self.exchange.answered and self._holds_place:
+        elif self.exchange.is_answered and self._holds_place:
             loop = asyncio.get_running_loop()
             self._patience_ends = loop.call_later(ENDS_BY_ITSELF, self._channel.abort)
         else:
@@ -151,7 +151,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
 
     def data_received(self, data: bytes, datatype: int | None) -> None:
         if datatype == EXTENDED_DATA_STDERR:
-            self.exchange.complained(data)
+            self.exchange.take_stderr(data)
         else:
             self.exchange.heard(data)
 

@@ -170,7 +170,7 @@ def put_whole_model(run: Path, into: Path) -> None:
     from groupwise.training.review.export import export
 
     with (
-        atomic_files.explained(into),
+        atomic_files.explaining_disk_errors(into),
         tempfile.TemporaryDirectory(dir=into, prefix=atomic_files.BUILDING) as building,
     ):
         made = Path(building) / into.resolve().name

@@ -28,7 +28,7 @@ from groupwise.core.types import Example, Policy, Prompt, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.tokens import completion_text, prompt_ids, rendered
+from groupwise.engine.models.tokens import completion_text, prompt_ids, render_prompt
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
@@ -273,7 +273,7 @@ class EngineCore:
         self._sampled_tokens += tokens
         self._fresh_tokens += tokens
         if not isinstance(order.prompt, str):
-            group = replace(group, prompt_seen=rendered(run.tokenizer, ids))
+            group = replace(group, prompt_seen=render_prompt(run.tokenizer, ids))
         return Sampled(group, step, policy.version, policy.fingerprint)
 
     async def partial(self, draw: int) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ class EngineCore:
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""
         tokenizer = self._current.run.tokenizer
-        return tuple(rendered(tokenizer, [token]) for token in token_ids)
+        return tuple(render_prompt(tokenizer, [token]) for token in token_ids)
 
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""

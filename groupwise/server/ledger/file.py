@@ -32,12 +32,12 @@ class DiskFull(StoreError):
 
 def open_file(path: Path) -> sqlite3.Connection:
     """Open or create the ledger; the connection starts no transactions by itself. StoreError if it cannot be used."""
-    with explained(path):
+    with explaining_sqlite(path):
         return connect_writer(path, FORMAT, "server migration", BUSY_SECONDS)
 
 
 @contextmanager
-def explained(path: Path) -> Generator[None, None, None]:
+def explaining_sqlite(path: Path) -> Generator[None, None, None]:
     """Convert errors of SQLite into a StoreError with a remedy."""
     try:
         yield

@@ -18,7 +18,7 @@ from groupwise.core.types import Group, Prompt, from_json, to_json
 from groupwise.runs.encoding import label
 from groupwise.server.ledger.group_states import TABLE, State, after, before
 from groupwise.server.ledger.runs import need_active
-from groupwise.server.ledger.schema import FREE, listed
+from groupwise.server.ledger.schema import FREE, sql_list
 from groupwise.server.ledger.transaction import Row, Transaction
 
 
@@ -235,7 +235,7 @@ def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
             SELECT records.id FROM records CROSS JOIN groups ON groups.id = records.id
             LEFT JOIN plans ON plans.id = groups.plan
             WHERE groups.run = ? AND (
-                groups.state = 'trained' AND plans.step < ? OR groups.state IN ({listed(_NEVER_TRAINED)})
+                groups.state = 'trained' AND plans.step < ? OR groups.state IN ({sql_list(_NEVER_TRAINED)})
             )
         )""",
         (run, before_step),
@@ -276,7 +276,7 @@ def content_hash(echo: Echo) -> str:
 def need_free_draw(transaction: Transaction, run: str, draw: int) -> None:
     """Refuse with `draw_taken` if a living group of the run has the draw."""
     holder = transaction.value(
-        f"SELECT id FROM groups WHERE run = ? AND draw = ? AND state NOT IN ({listed(FREE)})",
+        f"SELECT id FROM groups WHERE run = ? AND draw = ? AND state NOT IN ({sql_list(FREE)})",
         (run, draw),
     )
     if holder is not None:

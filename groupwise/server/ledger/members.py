@@ -56,7 +56,7 @@ class Member:
     place: int
 
 
-def named(id: str) -> Named:
+def parse_id(id: str) -> Named:
     """Parse the id of a group, of its completion (`chatcmpl-…`), or of one of its members."""
     match = _ID.fullmatch(id)
     if match is None:
@@ -124,7 +124,7 @@ def accept(transaction: Transaction, run: str, post: Post) -> Posted:
     """
     if not isinstance(post.group, str):
         return accept_rewards(transaction, run, post)
-    meant = named(post.group)
+    meant = parse_id(post.group)
     whole = replace(post, group=meant.group)
     if meant.member is not None:
         return _accept_one(transaction, run, whole, meant.member)

@@ -26,7 +26,7 @@ WITHOUT_REWARDS: tuple[State, ...] = ("open", "expired")
 IN_A_PLAN: tuple[State, ...] = ("planned", "trained", "quarantined")
 
 
-def listed(states: tuple[State, ...]) -> str:
+def sql_list(states: tuple[State, ...]) -> str:
     """States for SQL's `IN (…)`, without the parentheses."""
     return ", ".join(f"'{state}'" for state in states)
 
@@ -83,7 +83,7 @@ MIGRATIONS: tuple[str, ...] = (
         id           TEXT PRIMARY KEY,
         run          TEXT NOT NULL REFERENCES runs (run),
         draw         INTEGER NOT NULL CHECK (draw >= 0),
-        state        TEXT NOT NULL CHECK (state IN ({listed(tuple(TABLE))})),
+        state        TEXT NOT NULL CHECK (state IN ({sql_list(tuple(TABLE))})),
         sampled_step INTEGER NOT NULL,             -- steps that were done when it was sampled
         version      INTEGER NOT NULL,
         fingerprint  TEXT NOT NULL,
@@ -99,14 +99,14 @@ MIGRATIONS: tuple[str, ...] = (
         reason       TEXT,                         -- why it is stale or quarantined
         plan         INTEGER REFERENCES plans (id),
         position     INTEGER,                      -- in its plan
-        CHECK ((state IN ({listed(WITHOUT_REWARDS)})) <= (rewards IS NULL)),
-        CHECK ((state NOT IN ({listed((*WITHOUT_REWARDS, "given_up"))})) <= (rewards IS NOT NULL)),
+        CHECK ((state IN ({sql_list(WITHOUT_REWARDS)})) <= (rewards IS NULL)),
+        CHECK ((state NOT IN ({sql_list((*WITHOUT_REWARDS, "given_up"))})) <= (rewards IS NOT NULL)),
         CHECK ((rewards IS NULL) = (answer IS NULL) AND (rewards IS NULL) = (accepted IS NULL)),
-        CHECK ((state IN ({listed(IN_A_PLAN)})) = (plan IS NOT NULL)),
+        CHECK ((state IN ({sql_list(IN_A_PLAN)})) = (plan IS NOT NULL)),
         CHECK ((plan IS NULL) = (position IS NULL)),
         UNIQUE (plan, position)
     );
-    CREATE UNIQUE INDEX one_group_a_draw ON groups (run, draw) WHERE state NOT IN ({listed(FREE)});
+    CREATE UNIQUE INDEX one_group_a_draw ON groups (run, draw) WHERE state NOT IN ({sql_list(FREE)});
     CREATE INDEX groups_by_state ON groups (run, state, accepted);
     CREATE INDEX groups_by_content ON groups (content);
     CREATE INDEX leases ON groups (lease_end) WHERE state = 'open';

@@ -24,7 +24,7 @@ def tick(transaction: Transaction) -> float:
     return transaction.uptime
 
 
-def stored(connection: sqlite3.Connection) -> float:
+def stored_uptime(connection: sqlite3.Connection) -> float:
     """The last stored uptime in seconds; 0 in a new ledger."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
     return 0.0 if row is None else json.loads(row[0])

@@ -29,7 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
 from groupwise.server.ledger import uptime
-from groupwise.server.ledger.file import explained, explanation, open_file
+from groupwise.server.ledger.file import explaining_sqlite, explanation, open_file
 from groupwise.server.ledger.transaction import Clock, Transaction
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class Ledger:
         self.path = path
         self._connection = connection
         self._clock = clock
-        with explained(path):
-            self._uptime_before = uptime.stored(connection) - clock.monotonic()
+        with explaining_sqlite(path):
+            self._uptime_before = uptime.stored_uptime(connection) - clock.monotonic()
         self._queue: list[_Job] = []
         self._closing = False
         self._changed = threading.Condition()

@@ -57,7 +57,7 @@ class Completed:
         return sum(len(each.token_ids) for each in self.choices)
 
 
-def written(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
+def write_completion(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
     """Convert a sampled completion: cut it at the stop text, and extract tool calls if requested."""
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()

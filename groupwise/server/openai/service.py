@@ -33,7 +33,13 @@ from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
 from groupwise.server.openai.asking import Ask
-from groupwise.server.openai.completed import Completed, TokenTexts, Written, showable_of, written
+from groupwise.server.openai.completed import (
+    Completed,
+    TokenTexts,
+    Written,
+    showable_of,
+    write_completion,
+)
 from groupwise.server.openai.storing import Keeping, Kept, Render
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.policy_versions import LATEST
@@ -268,7 +274,7 @@ class OpenAIService:
         group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
-        async with conductor.room.admitted((None,), wait, keeping.caller.key_id) as (draw,):
+        async with conductor.room.admit((None,), wait, keeping.caller.key_id) as (draw,):
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
             (sampled,) = await self._sample_orders(ask, [order], ask.n, conductor, progress)
             choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
@@ -356,7 +362,9 @@ class OpenAIService:
             engine = conductor.engine
             asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
             texts = await self._host.await_engine(gather_all(asked), conductor)
-        return [written(each, ask, text) for each, text in zip(rollouts, texts, strict=True)]
+        return [
+            write_completion(each, ask, text) for each, text in zip(rollouts, texts, strict=True)
+        ]
 
 
 def _names(now: RunStatus) -> tuple[str, ...]:

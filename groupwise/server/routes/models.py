@@ -25,7 +25,7 @@ from groupwise.api.schemas.training import (
 from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.routes.context import Context
 from groupwise.server.routes.training import OF_ENGINE
-from groupwise.server.run.downloads import OpenVersion, zipped
+from groupwise.server.run.downloads import OpenVersion, zip_pieces
 from groupwise.server.run.responses import answer_of
 
 TAG = "models"
@@ -60,7 +60,7 @@ class ZipResponse(Response):
         try:
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            async with aclosing(zipped(self._version)) as pieces:
+            async with aclosing(zip_pieces(self._version)) as pieces:
                 async for piece in pieces:
                     async with asyncio.timeout(STALLED):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})

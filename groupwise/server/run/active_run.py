@@ -38,7 +38,7 @@ class Current:
         """Beats at every change that a waiting client may be interested in."""
         self.shutting_down = False
 
-    def conducted(self) -> Conductor | None:
+    def active_conductor(self) -> Conductor | None:
         """The conductor of a run that has an engine, or will soon have one again."""
         conductor = self.conductor
         return None if conductor is None or conductor.phase in ENDED else conductor

@@ -112,7 +112,7 @@ class Admission:
         self._queue.clear()
 
     @asynccontextmanager
-    async def admitted(
+    async def admit(
         self, draws: Sequence[int | None], limit: float, who: str
     ) -> AsyncGenerator[tuple[int, ...]]:
         """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `who`: id of the API

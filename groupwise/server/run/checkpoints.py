@@ -27,7 +27,7 @@ class Checkpoints:
         self._ledger = ledger
         self._named = NamedCheckpoints(current.config.folder)
 
-    async def listed(self) -> CheckpointsAnswer:
+    async def list_checkpoints(self) -> CheckpointsAnswer:
         """All checkpoints: the automatic ones of every run, then the named ones."""
         rows = await self._ledger.do(runs.list_runs)
 
@@ -37,7 +37,7 @@ class Checkpoints:
                 for row in rows
                 for each in self._named.automatic(row)
             ]
-            return [*automatic, *self._named.listed()]
+            return [*automatic, *self._named.list_checkpoints()]
 
         return CheckpointsAnswer(checkpoints=await asyncio.to_thread(look))
 

@@ -58,7 +58,7 @@ class AskPost:
             raise Refusal("tokenizer_mismatch", message, errors=[error])
         await self._ledger.do(ledger_operations.check_draws, conductor.now.run, request.all_draws)
         wait = self._config.completions_wait
-        async with conductor.room.admitted(request.all_draws, wait, caller.key_id) as draws:
+        async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
                 _order_of_sample(request, prompt, draw)
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)

@@ -226,7 +226,7 @@ class Conductor:
         if self.phase == "stopping" and state is not None:
             self.phase = "stopped"  # stopped without its engine, which is gone
             step = self.standing.step if self.standing else 0
-            await self._ledger.do(steps.ended, self._run, state, EventKind.STOPPED, step)
+            await self._ledger.do(steps.end_run, self._run, state, EventKind.STOPPED, step)
 
     # --- the run's single task --------------------------------------------------------------------
 
@@ -287,7 +287,9 @@ class Conductor:
         with suppress(
             StoreError
         ):  # clients see the failure anyway, and the next server tries again
-            await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
+            await self._ledger.do(
+                steps.end_run, self._run, "failed", EventKind.FAILED, step, reason
+            )
 
     async def _end(self, engine: Engine) -> None:
         """Close the run as `leave` asked for, or as finished."""
@@ -296,7 +298,7 @@ class Conductor:
             await engine.close_run(finished=True)
             await self._tell_checkpoint()
             self.phase = "finished"
-            await self._ledger.do(steps.ended, now.run, "finished", EventKind.FINISHED, now.step)
+            await self._ledger.do(steps.end_run, now.run, "finished", EventKind.FINISHED, now.step)
         elif self._leaving == "shut down":
             await engine.save()
             await self._tell_checkpoint()
@@ -306,7 +308,7 @@ class Conductor:
             self.phase = "stopped"
             assert self._leaving is not None, "it takes steps until then"
             state = _STATES[self._leaving]
-            await self._ledger.do(steps.ended, now.run, state, EventKind.STOPPED, now.step)
+            await self._ledger.do(steps.end_run, now.run, state, EventKind.STOPPED, now.step)
 
     # --- recovery ---------------------------------------------------------------------------------
 
@@ -322,7 +324,7 @@ class Conductor:
                 exact = await self._take(engine, plan) and exact
         why = self.last_error or "it ended the engine"
         await self._ledger.do(steps.put_aside, opened.run, why)
-        await self._ledger.do(steps.repeated, opened.run, exact, opened.inexact)
+        await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)
         self._engine = engine
         return engine
 

@@ -56,7 +56,7 @@ class OpenVersion:
         return f"{run}@{step}"
 
 
-async def zipped(version: OpenVersion) -> AsyncGenerator[bytes]:
+async def zip_pieces(version: OpenVersion) -> AsyncGenerator[bytes]:
     """The zip file in pieces of about `CHUNK` bytes. Files are read in a thread, so a slow disk does not block the event loop."""
     pieces = _pieces(version.files)
     while True:
@@ -79,8 +79,8 @@ def _pieces(files: Sequence[OpenFile]) -> Iterator[bytes]:
             with archive.open(_info(entry), "w", force_zip64=entry.size >= LARGE) as inside:
                 while chunk := entry.file.read(CHUNK):
                     inside.write(chunk)
-                    yield out.taken()
-    yield out.taken()
+                    yield out.take()
+    yield out.take()
 
 
 def _info(entry: OpenFile) -> zipfile.ZipInfo:
@@ -108,7 +108,7 @@ class _Pipe:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def taken(self) -> bytes:
+    def take(self) -> bytes:
         """Bytes written since the last call."""
         held, self._held = self._held, []
         return b"".join(held)

@@ -43,7 +43,7 @@ from groupwise.server.run.responses import (
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def started(
+def start_run(
     transaction: Transaction,
     run: str,
     folder: str,
@@ -188,7 +188,7 @@ def _echo(given: GroupRewards) -> Echo:
 def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
     """Compare the texts sent along with an id to the sampled ones, if these are still stored."""
     assert given.group_id is not None
-    record = groups.read_record(transaction, members.named(given.group_id).group)
+    record = groups.read_record(transaction, members.parse_id(given.group_id).group)
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
         return
     own = groups.echo_of(from_json(Group, record))
@@ -323,7 +323,7 @@ class RunSnapshot:
     last_event: int
 
     @property
-    def refused(self) -> dict[str, int]:
+    def refusals_by_code(self) -> dict[str, int]:
         """Number of refused requests, by code."""
         begin = "refused/"
         found = self.counters.items()

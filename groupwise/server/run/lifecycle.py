@@ -94,7 +94,7 @@ class StartStop:
             self._current.refuse_when_shutting_down()
             replacing = request.replace
             order, request, old = await self._order(request)
-            if replacing or self._current.conducted() is None:
+            if replacing or self._current.active_conductor() is None:
                 for each in beside:
                     if replacing:
                         await each.let_go()
@@ -112,7 +112,7 @@ class StartStop:
             )
             await self._keep_tokenizer(conductor, standing)
             row = await self._ledger.do(
-                ledger_operations.started,
+                ledger_operations.start_run,
                 standing.run,
                 f"{RUNS}/{standing.run}",
                 request.model_dump(mode="json", exclude_unset=True),

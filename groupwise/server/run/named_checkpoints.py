@@ -77,7 +77,7 @@ class NamedCheckpoints:
         atomic_files.make_folder(self._root / name, fill, replace=False)
         return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
 
-    def listed(self) -> Iterator[CheckpointAnswer]:
+    def list_checkpoints(self) -> Iterator[CheckpointAnswer]:
         """All named checkpoints, sorted by name."""
         for file in sorted(self._root.glob(f"*/{SAVED}")):
             try:
@@ -100,7 +100,7 @@ class NamedCheckpoints:
 
     def of_run(self, run: str) -> list[Path]:
         """The folders of a run's named checkpoints."""
-        return [self._root / each.address for each in self.listed() if each.run_id == run]
+        return [self._root / each.address for each in self.list_checkpoints() if each.run_id == run]
 
 
 def _request_name(caller: Caller) -> list[str] | None:

@@ -81,11 +81,11 @@ class Service:
         self.next_event = self._queries.next_event
         self.open_version = self._queries.open_version
         self.tokenizer = self._queries.tokenizer
-        self.checkpoints = checkpoints.listed
+        self.checkpoints = checkpoints.list_checkpoints
         self.save_checkpoint = checkpoints.save
 
         # Called by the other protocols (OpenAI, Tinker, parts).
-        self.conducted = current.conducted
+        self.conducted = current.active_conductor
         self.active = current.active
         self.turn = self._start_stop.turn
         """Held while a run, or an engine for something else, is started or ended."""

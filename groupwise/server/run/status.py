@@ -57,7 +57,9 @@ def status_of(
         incarnation=row.incarnation,
         engine_restarts=restarts,
         counters=Counters(
-            served=sum(snapshot.groups.values()), refused=snapshot.refused, **snapshot.groups
+            served=sum(snapshot.groups.values()),
+            refused=snapshot.refusals_by_code,
+            **snapshot.groups,
         ),
         queue_depth=conductor.admission.waiting if conductor and conductor.admission else 0,
         last_error=(conductor.last_error if conductor else None) or row.reason,

@@ -198,7 +198,7 @@ def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None
     return quarantined
 
 
-def repeated(transaction: Transaction, run: str, exact: bool, why: str | None) -> None:
+def note_recovery(transaction: Transaction, run: str, exact: bool, why: str | None) -> None:
     """Record that the engine has recovered; if repeated steps gave different results, the run gets a new incarnation."""
     if exact:
         events.add_event(transaction, run, EventKind.RECOVERED, {})
@@ -208,7 +208,7 @@ def repeated(transaction: Transaction, run: str, exact: bool, why: str | None) -
     events.add_event(transaction, run, EventKind.RECOVERED_INEXACT, data)
 
 
-def ended(
+def end_run(
     transaction: Transaction,
     run: str,
     state: runs.RunState,

@@ -39,6 +39,6 @@ def messages() -> Any:
     return module
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """True if `messages` will find them."""
     return find_spec("tinker") is not None

@@ -424,7 +424,7 @@ async def _refusal_response(request: Request, service: VerbService, error: Excep
     else:
         message = str(error)
     if isinstance(error, UsageError):
-        await service.refused(getattr(request.state, "body", b""), error)
+        await service.use_up_number(getattr(request.state, "body", b""), error)
     headers = {"Retry-After": "1"} if CODES[code].retry else {}
     if isinstance(error, Refusal):
         headers |= error.headers

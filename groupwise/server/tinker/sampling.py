@@ -82,7 +82,7 @@ class SamplingCalls:
             order = _order(body, await self._engine.base(sampler.base))
             result = await self._engine.sample(weights, order)
             length, last = len(order.prompt_ids), body.prompt_logprobs_last_n
-            return Outcome("answered", PROTOBUF, translate.sampled(result, length, last))
+            return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last))
 
         id = self._futures.add(key, digest, kind, content)
         self._futures.begin(id, work)

@@ -127,7 +127,7 @@ class VerbService:
             for name in self._engine.names()
         ]
 
-    async def refused(self, body: bytes, error: UsageError) -> None:
+    async def use_up_number(self, body: bytes, error: UsageError) -> None:
         """Record a JSON request that was refused before it reached its model's queue. Its number, if it has one, is used up: the client
         continues with the next number, which would otherwise wait forever.
         """

@@ -71,7 +71,7 @@ class ForwardRequest:
 
 def read(body: bytes) -> ForwardRequest:
     """Parse a body. UsageError if it is no such message, and therefore has no number."""
-    message = parsed(body)
+    message = parse_forward_backward(body)
     try:
         forward = forward_of(message)
     except UsageError as error:
@@ -85,7 +85,7 @@ async def read_aside(body: bytes) -> ForwardRequest:
     return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
 
 
-def parsed(body: bytes) -> Any:
+def parse_forward_backward(body: bytes) -> Any:
     """The message `ForwardBackwardRequest`; UsageError if the body is not one, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
 
@@ -203,7 +203,7 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {"loss:sum": loss, **others}
 
 
-def sampled(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
+def sample_response(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
     """The message `SampleResponse`; only the last `last` log-probabilities of the prompt are included, if `last` is given."""
     classes = messages()
     message = classes.SampleResponse()

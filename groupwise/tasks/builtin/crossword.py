@@ -26,7 +26,7 @@ from groupwise.core.reward_call.call import RewardCallable
 from groupwise.core.reward_call.tags import THINK
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copied
+from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
@@ -142,7 +142,7 @@ def compute_metrics(
 
 
 def _own(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copied(config.get("task") or {}))
+    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _split(own: TaskConfig, split_name: str) -> Rows:

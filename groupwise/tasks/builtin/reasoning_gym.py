@@ -38,7 +38,7 @@ from groupwise.core.plugins import explain
 from groupwise.core.reward_call.tags import THINK, after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copied
+from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.builtin.reasoning_gym_answers import (
     JUDGED_HERE,
     SIMPLIFIED,
@@ -198,7 +198,7 @@ def _grader(spec: str) -> Callable[..., Any]:
 
 
 def _own(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copied(config.get("task") or {}))
+    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _rows(own: TaskConfig, split: str) -> list[dict[str, Any]]:

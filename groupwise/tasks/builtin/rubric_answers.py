@@ -31,7 +31,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import RewardCallable
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copied
+from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
@@ -186,7 +186,7 @@ def _parse_rubric(text: str) -> list[Any] | None:
 
 
 def _own(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copied(config.get("task") or {}))
+    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _splits(own: TaskConfig) -> Splits:

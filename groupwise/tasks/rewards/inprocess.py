@@ -21,7 +21,7 @@ from groupwise.core.plugins import explain
 from groupwise.core.processes.threads import DaemonThreads
 from groupwise.core.reward_call.call import loop_of_thread
 from groupwise.core.reward_call.plain import plain
-from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored
+from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored_group
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Prompt
 from groupwise.tasks.rewards.rubric import NO_REWARD, Rubric
@@ -51,7 +51,7 @@ class RubricScorer:
     async def score(self, request: ScoreRequest, started: Callable[[str], None]) -> GroupScore:
         """See `Rubric.score`."""
         if self.rubric is None:  # the rewards are those of the task's environment
-            return unscored(len(request.completions), "failed", NO_REWARD)
+            return unscored_group(len(request.completions), "failed", NO_REWARD)
         return await self.rubric.score(request, started)
 
 
@@ -146,13 +146,13 @@ class InProcessScorer:
                 return await self._scorer.score(request, job.note)
             except Exception as error:  # noqa: BLE001 — any error of user code fails only its group
                 reason = f"scoring raised {explain(error).strip()}"
-                return unscored(len(request.completions), "failed", reason)
+                return unscored_group(len(request.completions), "failed", reason)
 
         try:
             return await self._thread.call(work, self._time_limit)
         except TooSlow as error:
             logger.warning("rewards: %s; its thread is left behind", error)
-            return unscored(len(request.completions), "timed_out", str(error))
+            return unscored_group(len(request.completions), "timed_out", str(error))
 
     async def compute_metrics(
         self,

@@ -34,7 +34,7 @@ from typing import IO, Any, Literal
 
 from groupwise.core.errors import SandboxError
 from groupwise.core.processes.family import MARK, end_family, has_ended
-from groupwise.core.processes.frames import FrameBuffer, framed
+from groupwise.core.processes.frames import FrameBuffer, add_frame
 
 Ending = Literal["finished", "failed", "timed_out", "killed"]
 """`finished`: exit code 0; `failed`: another one; `timed_out`: out of wall-clock or CPU time; `killed`: ended by a signal."""
@@ -175,7 +175,7 @@ class Box:
         for stream in self._streams:
             await stream.open()
         with suppress(OSError):  # it has ended: `result` reports that
-            await asyncio.get_running_loop().sock_sendall(self._control, framed(self._orders()))
+            await asyncio.get_running_loop().sock_sendall(self._control, add_frame(self._orders()))
         return self
 
     async def __aexit__(self, *_: object) -> None:

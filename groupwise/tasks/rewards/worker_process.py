@@ -29,7 +29,7 @@ from groupwise.core.plugins import explain, load, printable
 from groupwise.core.processes.family import MARK, tie_to_parent
 from groupwise.core.processes.frames import FrameBuffer, send_frame
 from groupwise.core.reward_call.plain import plain
-from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored
+from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored_group
 from groupwise.core.types import to_json
 
 
@@ -111,7 +111,7 @@ def _score(
         return _as_json(_await_result(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — any error of user code fails only its group
         reason = f"scoring raised {_error_text(error)}"
-        return _as_json(unscored(len(request.completions), "failed", reason))
+        return _as_json(unscored_group(len(request.completions), "failed", reason))
 
 
 def _as_json(score: GroupScore) -> dict[str, Any]:

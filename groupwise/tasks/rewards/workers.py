@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.core.errors import RewardWorkerError
-from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored
+from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored_group
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Prompt, from_json
 from groupwise.tasks.rewards.pool import Answered, Died, Ended, Kind, TimedOut, WorkerPool
@@ -67,12 +67,12 @@ class RewardWorkers:
                     reason = (
                         f"the scorer gave {len(score.members)} verdicts for {count} completions"
                     )
-                    return unscored(count, "failed", reason)
+                    return unscored_group(count, "failed", reason)
                 return score
             case TimedOut(reason):
-                return unscored(count, "timed_out", reason)
+                return unscored_group(count, "timed_out", reason)
             case Died(reason):
-                return unscored(count, "failed", reason)
+                return unscored_group(count, "failed", reason)
 
     async def compute_metrics(
         self,

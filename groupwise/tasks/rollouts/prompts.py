@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Example, Group
 from groupwise.engine.models.control_tokens import special_texts
-from groupwise.engine.models.tokens import rendered
+from groupwise.engine.models.tokens import render_prompt
 from groupwise.tasks.data.messages import looks_like_messages
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.tools import Schema
@@ -94,7 +94,7 @@ def as_seen(tokenizer: Any, group: Group) -> Group:
     """The group with a chat prompt as the model saw it; if members differ, as the first one saw it."""
     if isinstance(group.example.prompt, str) or not group.rollouts:
         return group
-    return replace(group, prompt_seen=rendered(tokenizer, group.rollouts[0].prompt_ids))
+    return replace(group, prompt_seen=render_prompt(tokenizer, group.rollouts[0].prompt_ids))
 
 
 def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:

@@ -169,7 +169,7 @@ class RunHandle:
     @property
     def interrupted(self) -> bool:
         """True once Ctrl-C or SIGTERM has asked the run to end. A callback that waits for long should check this regularly."""
-        return self._run.interruption.asked is not None
+        return self._run.interruption.received_signal is not None
 
     def leave(self, what: str) -> None:
         """Call this in `on_run_end` of a finished run to leave work to a resume. The run then counts as interrupted."""
@@ -295,7 +295,7 @@ class Callbacks:
         return self._asked.stop
 
     @property
-    def left(self) -> Sequence[str]:
+    def unfinished_work(self) -> Sequence[str]:
         """Descriptions of the work that a finished run leaves to a resume."""
         return self._asked.left
 
@@ -325,7 +325,7 @@ class Callbacks:
             member.handle = RunHandle(run, self._asked, member.name)
         logger.info("callbacks: %s", ", ".join(self.names))
         await self._announce("on_run_begin")
-        await self.saved()
+        await self.announce_checkpoint()
 
     async def step_begins(self) -> None:
         """Announce that a step is about to be drawn."""
@@ -342,7 +342,7 @@ class Callbacks:
         self._announced.clear()
         await self._announce("on_step_end", lambda: (dict(metrics),))
 
-    async def evaluated(self, record: EvaluationRecord) -> None:
+    async def announce_evaluation(self, record: EvaluationRecord) -> None:
         """Announce a recorded evaluation, also one from before a resume; once only, and only if it is of the current policy."""
         if self._run is None or record.step != self._run.step:
             return
@@ -353,7 +353,7 @@ class Callbacks:
         self._announced.append(key)
         await self._announce("on_evaluate", lambda: (copy.deepcopy(record),))
 
-    async def saved(self) -> None:
+    async def announce_checkpoint(self) -> None:
         """Announce the checkpoint of the current step, if there is one that was not announced yet."""
         run = self._run
         if run is None or run.saved_step != run.step or self._announced_save == run.step:

@@ -244,7 +244,7 @@ class BenchmarkOnCheckpoint(Callback):
     def _poll(self, run: RunHandle) -> None:
         """Record the processes that have ended, kill those over the time limit, and start new ones up to `max_processes`."""
         for each in list(self._started):
-            if each.family.ended:
+            if each.family.has_ended:
                 self._started.remove(each)
                 self._finish(run, each)
             elif time.monotonic() - each.began > self.time_limit:

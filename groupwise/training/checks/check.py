@@ -23,7 +23,7 @@ from groupwise.core.interruption import run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.reward_call.text import as_completion
 from groupwise.core.types import Example
-from groupwise.engine.models.tokens import rendered
+from groupwise.engine.models.tokens import render_prompt
 from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.tasks.data.overlap import same_prompt, same_row
 from groupwise.tasks.rewards.router import Router
@@ -244,7 +244,7 @@ def _shown_prompts(subject: Subject) -> list[str]:
             subject.config, subject.task, tokenizer, examples[:SHOWN_PROMPTS]
         )
         with suppress(TaskError, EnvironmentWorkerError):
-            return [rendered(tokenizer, ids) for ids in run_to_end(first)]
+            return [render_prompt(tokenizer, ids) for ids in run_to_end(first)]
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
 
 
@@ -409,7 +409,7 @@ async def _find_gold_of(
         Finding(
             f"gold answers{of}",
             "ok",
-            gold.described,
+            gold.description,
             f"the way of writing it that the rewards read; on average earn: {earned}"
             if means
             else "",

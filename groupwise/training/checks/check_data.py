@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from groupwise.core.errors import TaskError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Example, Prompt
-from groupwise.engine.models.tokens import rendered
+from groupwise.engine.models.tokens import render_prompt
 from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
 from groupwise.tasks.data.chat import Account
 from groupwise.tasks.data.overlap import SameAs, trained_on
@@ -192,14 +192,14 @@ def first_prompts(
 ) -> list[str]:
     """The first prompts as the model sees them; without a tokenizer, the prompts of the rows."""
     if tokenizer is None:
-        return [written(example.prompt) for example in examples[:count]]
+        return [prompt_as_text(example.prompt) for example in examples[:count]]
     ids = [
         first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples[:count]
     ]
-    return [rendered(tokenizer, each) for each in ids]
+    return [render_prompt(tokenizer, each) for each in ids]
 
 
-def written(prompt: Prompt) -> str:
+def prompt_as_text(prompt: Prompt) -> str:
     """A prompt as text; for a chat, each message with its role."""
     if isinstance(prompt, str):
         return prompt
@@ -212,7 +212,7 @@ def prompt_lengths(
     """Lengths of prompts spread over the dataset, and their unit (tokens or characters)."""
     chosen = spread(examples, MEASURED)
     if tokenizer is None:
-        return [len(written(example.prompt)) for example in chosen], "characters"
+        return [len(prompt_as_text(example.prompt)) for example in chosen], "characters"
     return [
         len(first_ids(tokenizer, example.prompt, tools, example.columns)) for example in chosen
     ], "tokens"

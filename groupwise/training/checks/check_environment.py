@@ -25,7 +25,7 @@ from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
 from groupwise.training import rollout_builder
-from groupwise.training.checks.check_data import spread, written
+from groupwise.training.checks.check_data import prompt_as_text, spread
 from groupwise.training.checks.check_gold import GARBAGE
 from groupwise.training.checks.check_rewards import distribution, is_constant, mean_or_none
 from groupwise.training.config import RunConfig, view
@@ -78,10 +78,12 @@ def _judge_replies(first_reply: Reply, again: Reply, answer: Reply, ended: Reply
         if part.weight and part.value is not None:
             earned[part.name] = earned.get(part.name, 0.0) + part.value
     opening = (
-        "the row's prompt" if first_reply.prompt is None else repr(written(first_reply.prompt)[:80])
+        "the row's prompt"
+        if first_reply.prompt is None
+        else repr(prompt_as_text(first_reply.prompt)[:80])
     )
     observation = (
-        "nothing" if answer.observation is None else repr(written(answer.observation)[:80])
+        "nothing" if answer.observation is None else repr(prompt_as_text(answer.observation)[:80])
     )
     measured = (
         f"begins with {opening}; answers nonsense with {observation}{' and ends' if answer.done else ''}; "
@@ -166,7 +168,7 @@ class Game:
         return self.rollout.outcome != "pending"
 
     @property
-    def given(self) -> list[float]:
+    def given_rewards(self) -> list[float]:
         """The weighted rewards that the environment gave; parts without a weight are left out."""
         parts = self.rollout.parts
         return [
@@ -253,7 +255,7 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
     if not played:
         return
     count = f"{len(played)} games of players without a model"
-    if not any(game.given for game in played):
+    if not any(game.given_rewards for game in played):
         yield Finding(
             "rewards",
             "problem",
@@ -264,11 +266,11 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
             {"games": len(played), "rewarded": 0},
         )
         return
-    earned = [sum(game.given) for game in played]
+    earned = [sum(game.given_rewards) for game in played]
     data = {
         **distribution(earned),
         "games": len(played),
-        "rewarded": sum(bool(game.given) for game in played),
+        "rewarded": sum(bool(game.given_rewards) for game in played),
     }
     if is_constant(earned):
         yield Finding(
@@ -298,7 +300,9 @@ def games_table(games: Iterable[Game]) -> list[dict[str, Any]]:
             "completion": player,
             "count": len(found),
             "failed": sum(game.failed for game in found),
-            "reward": mean_or_none(None if game.failed else sum(game.given) for game in found),
+            "reward": mean_or_none(
+                None if game.failed else sum(game.given_rewards) for game in found
+            ),
             "parts": {
                 name: mean_or_none(game.rollout.part_values.get(name) for game in found)
                 for name in dict.fromkeys(

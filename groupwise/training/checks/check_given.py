@@ -192,7 +192,7 @@ def _spread_of_given(
 def _nothing_solved(tried: Sequence[Sequence[Verdict]], success: Success) -> list[Finding]:
     members = [verdict.member for verdicts in tried for verdict in verdicts]
     judged = [
-        success.reached(member.reward, {part.name: part.value for part in member.parts})
+        success.is_reached(member.reward, {part.name: part.value for part in member.parts})
         for member in members
     ]
     if any(judged) or len(judged) < FEW:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from groupwise.core.types import Example
 from groupwise.tasks.rewards.gold import GOLD_COLUMNS, marked_answer
-from groupwise.training.checks.check_data import written
+from groupwise.training.checks.check_data import prompt_as_text
 
 GOLD_COMPLETION = "gold_completion"
 
@@ -60,7 +60,7 @@ class Gold:
         return tuple(laid_out(form, self.layout) for form in forms)
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """A description for the report."""
         if self.layout is None:
             return f"column `{self.column}`"
@@ -161,7 +161,7 @@ def echo(example: Example) -> str:
     if isinstance(example.prompt, str):
         return example.prompt
     questions = [message for message in example.prompt if message.get("role") == "user"]
-    return str(questions[-1].get("content") or "") if questions else written(example.prompt)
+    return str(questions[-1].get("content") or "") if questions else prompt_as_text(example.prompt)
 
 
 def _wrong_golds(

@@ -15,7 +15,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from groupwise.core.findings import Finding, Level
-from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest, unscored
+from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest, unscored_group
 from groupwise.core.reward_call.text import as_completion
 from groupwise.core.types import Example
 from groupwise.engine.models.tokens import text_ids
@@ -78,7 +78,7 @@ class Trial:
         """Score completions of one example in one call."""
         count = len(texts)
         if self.given_up:
-            return unscored(count, "timed_out", self.given_up).members
+            return unscored_group(count, "timed_out", self.given_up).members
         request = ScoreRequest(
             draw=example.index,
             prompts=[example.prompt] * count,

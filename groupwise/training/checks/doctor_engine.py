@@ -353,7 +353,7 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
     return Finding("adapter slope", "ok", measured, data=data)
 
 
-def failed(error: RunError, name: str) -> Finding:
+def failed_check(error: RunError, name: str) -> Finding:
     """The finding for a check that the engine failed to run."""
     return Finding(
         name,

@@ -37,7 +37,7 @@ from groupwise.training.checks.doctor_engine import (
     check_gap,
     check_invariance,
     check_publication,
-    failed,
+    failed_check,
     judge_drift,
     judge_masks,
     judge_slopes,
@@ -190,7 +190,7 @@ async def _examine_engine(patient: Patient, findings: Findings) -> None:
             findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
             await examine(await engine_of(patient, parts), parts, patient, findings)
     except RunError as error:
-        findings.add(failed(error, "engine"))
+        findings.add(failed_check(error, "engine"))
 
 
 async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int | None]:

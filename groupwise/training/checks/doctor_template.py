@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.core.errors import TaskError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Message
-from groupwise.engine.models.chat_template import unannounced
+from groupwise.engine.models.chat_template import missing_turn_warning
 from groupwise.engine.models.tokens import prompt_ids
 
 QUESTION = "What is two plus three?"
@@ -44,7 +44,7 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
     yield generation_prompt(tokenizer, opening)
     yield own_turn(tokenizer, opening)
     yield earlier_turns(tokenizer, opening)
-    yield from dated(tokenizer)
+    yield from check_for_dates(tokenizer)
 
 
 def opening_of(tokenizer: Any) -> list[Message]:
@@ -126,7 +126,7 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
     name = "generation prompt"
     bare, with_turn = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
     added = tokenizer.decode(with_turn[len(bare) :], skip_special_tokens=False)
-    if with_turn == bare and unannounced(tokenizer, opening) is None:
+    if with_turn == bare and missing_turn_warning(tokenizer, opening) is None:
         return Finding(name, "ok", "an answer follows its prompt at once", data={"added": added})
     if with_turn == bare:
         return Finding(
@@ -184,7 +184,7 @@ def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
     )
 
 
-def dated(tokenizer: Any) -> Iterator[Finding]:
+def check_for_dates(tokenizer: Any) -> Iterator[Finding]:
     """Warn about a template that writes the date, because prompts will then be different tomorrow."""
     template = str(tokenizer.chat_template)
     found = [name for name in DATES if name in template]

@@ -50,8 +50,8 @@ from groupwise.training.checks.init_choices import (
     fit_time,
     wanted_completion,
 )
-from groupwise.training.checks.init_file import commands, rendered
-from groupwise.training.config import resolved, stem_of, view
+from groupwise.training.checks.init_file import commands, render
+from groupwise.training.config import resolved_values, stem_of, view
 from groupwise.training.loops.rl_prepare import RlPrepared, planned_sizes, prepare_rl
 from groupwise.training.loops.sft_prepare import (
     SftPrepared,
@@ -116,11 +116,11 @@ def init(
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
     findings.add(*cost.findings)
     words = commands(kind, task, str(file))
-    config = draft.loaded().config
+    config = draft.load().config
     machine = cost.layout.processor or cost.layout.device
     title = f"Written by groupwise init for {found.name} with {config.model.name} on {machine}."
     try:
-        file.write_text(rendered(title, words, draft.choices()), encoding="utf-8")
+        file.write_text(render(title, words, draft.choices()), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
@@ -130,7 +130,7 @@ def init(
         {
             "file": str(file),
             "command": kind,
-            "config": resolved(config),
+            "config": resolved_values(config),
             "layout": asdict(cost.layout),
             "next": words,
         },
@@ -165,13 +165,13 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         ),
         prompt_room(config.model, 0),
     )
-    prepared = prepare_rl(draft.loaded(), source)
+    prepared = prepare_rl(draft.load(), source)
     longest = _longest(prepared)
     free = _free(device)
     fit_memory(draft, lambda: _planned_memory(draft, longest), free, BUDGETS[device], SLOTS)
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
     layout = placement.choose_layout(draft.config, longest)
-    return _cost(draft, replace(prepared, loaded=draft.loaded(), layout=layout), free, measure)
+    return _cost(draft, replace(prepared, loaded=draft.load(), layout=layout), free, measure)
 
 
 def _longest(prepared: RlPrepared) -> int:
@@ -181,7 +181,7 @@ def _longest(prepared: RlPrepared) -> int:
 
 
 def _parameters(draft: Draft) -> int:
-    return all_parameters(draft.loaded().config.model)
+    return all_parameters(draft.load().config.model)
 
 
 def _planned_memory(draft: Draft, longest: int) -> float:
@@ -273,7 +273,7 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
     config = load_sft_config(values).config
     hook = "get_sft_dataset"
     try:
-        rows = task.sft_rows(hook, View(resolved(config)), tokenizer, MEASURED)
+        rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MEASURED)
         way = teacher_way(config, task, tokenizer)
         lessons = read_lessons(tokenizer, spread(rows, MEASURED), way, where=hook).lessons
     except TaskError:  # `groupwise sft` would refuse them; rewards do not need them
@@ -287,7 +287,7 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
 
 def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trained(draft, _parameters(draft))
-    first = prepare_sft(cast("LoadedSftConfig", draft.loaded()), source)
+    first = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest = first.lessons.longest
     choose_teacher_step(draft, len(first.lessons.lessons), longest)
     device = first.layout.device
@@ -299,7 +299,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
 
     fit_memory(draft, planned_memory, free, BUDGETS[device])
     choose_dtype(draft, first.layout.dtype, has_bfloat16(device))
-    prepared = prepare_sft(cast("LoadedSftConfig", draft.loaded()), source)
+    prepared = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     planned = planned_sft_sizes(prepared.config, prepared.layout, longest).memory.total
     memory = doctor_machine.memory(planned, free)
     findings = (*_cut(prepared), memory)

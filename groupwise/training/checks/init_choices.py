@@ -101,7 +101,7 @@ class Draft:
             path[: len(given)] == given or given[: len(path)] == path for given in self._given
         )
 
-    def given(self, path: KeyPath) -> Any:
+    def given_value(self, path: KeyPath) -> Any:
         """The value that the user gave for this key, directly or within a section; None if there is none or it is null."""
         found: Any = None
         for given, value in self._given.items():
@@ -116,7 +116,7 @@ class Draft:
     def is_open(self, path: KeyPath) -> bool:
         """True if this key may still be chosen."""
         other = EXCLUDED_BY.get(path)
-        return not self.is_given(path) and (other is None or self.given(other) is None)
+        return not self.is_given(path) and (other is None or self.given_value(other) is None)
 
     def choose(self, path: KeyPath, value: Any, reason: str) -> None:
         """Choose a value; replaces an earlier choice for the same key."""
@@ -127,7 +127,7 @@ class Draft:
         """Leave a key at its default."""
         self.chosen.pop(path, None)
 
-    def loaded(self) -> LoadedConfig:
+    def load(self) -> LoadedConfig:
         """The config so far. Raises ConfigError for mistakes in the user's values and for missing keys of the task."""
         values: dict[str, Any] = {"model": {"name": self.model}}
         for choice in self.chosen.values():
@@ -143,12 +143,12 @@ class Draft:
     @property
     def config(self) -> RunConfig:
         """The config so far, as one of `groupwise rl`."""
-        return self.loaded().config
+        return self.load().config
 
     @property
     def sft_config(self) -> SftConfig:
         """The config so far, as one of `groupwise sft`."""
-        return cast("LoadedSftConfig", self.loaded()).config
+        return cast("LoadedSftConfig", self.load()).config
 
     def choices(self) -> Iterator[Choice]:
         """All entries of the file, with sections in the order of the schema: given, chosen, and the task's own."""
@@ -164,7 +164,7 @@ class Draft:
         yield from sorted(every.values(), key=lambda choice: order.index(choice.path[0]))
         # Then every key of the task's section, with the task's own description as the reason.
         known = keys_of(self.schema) if self.schema else {}
-        values: Mapping[str, Any] = self.loaded().config.task
+        values: Mapping[str, Any] = self.load().config.task
         for key, value in values.items():
             described = known[key].description if key in known else None
             origin = "given on the command line" if self.is_given(("task", key)) else ""
@@ -199,39 +199,39 @@ def choose_beside_given(draft: Draft) -> None:
         (kind, key)
         for kind, keys in OWN_KEYS.items()
         for key in keys
-        if draft.given(("rollout", key)) is not None
+        if draft.given_value(("rollout", key)) is not None
     )
     if (first := next(kinds, None)) is not None:
         draft.choose(("rollout", "type"), first[0], f"rollout.{first[1]} belongs to it")
     # The completion must be long enough for the given keys.
     least, reason = _least_completion(draft)
     chosen = draft.chosen.get(("rollout", "type"))
-    two_stage = "two_stage" in (draft.given(("rollout", "type")), chosen and chosen.value)
+    two_stage = "two_stage" in (draft.given_value(("rollout", "type")), chosen and chosen.value)
     if least > SamplerConfig().max_completion_length and not two_stage:
         draft.choose(("sampler", "max_completion_length"), rounded_up(least), reason)
-    minibatches = _whole(draft.given(("training", "minibatches")))
+    minibatches = _whole(draft.given_value(("training", "minibatches")))
     if minibatches > TrainingConfig().prompts_per_step:
         path = ("training", "prompts_per_step")
         draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
-    if draft.given(("training", "schedule")) == "free":
+    if draft.given_value(("training", "schedule")) == "free":
         draft.choose(
             ("training", "max_off_policy_steps"), 1, "the least that the schedule free takes"
         )
     # pass@k needs at least k samples, and a temperature at which they differ.
-    ks: Any = draft.given(("eval", "pass_at_k"))
+    ks: Any = draft.given_value(("eval", "pass_at_k"))
     most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
     if most > 1:
         draft.choose(("eval", "samples_per_prompt"), most, f"pass@{most} is estimated from as many")
-    samples = _whole(draft.given(("eval", "samples_per_prompt")))
-    restricted = (draft.given(("eval", key)) for key in ("top_k", "top_p", "min_p"))
+    samples = _whole(draft.given_value(("eval", "samples_per_prompt")))
+    restricted = (draft.given_value(("eval", key)) for key in ("top_k", "top_p", "min_p"))
     if max(most, samples) > 1 or any(value is not None for value in restricted):
         draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
 
 
 def _least_completion(draft: Draft) -> tuple[int, str]:
     """Smallest number of tokens per completion that the given keys require, and which key requires it."""
-    least = _whole(draft.given(("sampler", "min_completion_length")))
-    cache = _whole(draft.given(("algorithm", "soft_punish_cache")))
+    least = _whole(draft.given_value(("sampler", "min_completion_length")))
+    cache = _whole(draft.given_value(("algorithm", "soft_punish_cache")))
     if CACHES * cache > least:
         return CACHES * cache, f"{CACHES} times algorithm.soft_punish_cache, as is usual"
     return least, "sampler.min_completion_length asks for it"
@@ -260,19 +260,19 @@ def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
 
 def choose_trained(draft: Draft, parameters: int) -> None:
     """Choose an adapter or all weights, and the learning rate for it."""
-    if parameters < TOY and draft.given(("model", "adapter")) is None:
+    if parameters < TOY and draft.given_value(("model", "adapter")) is None:
         draft.choose(
             ("lora",),
             None,
             f"all {parameters:,} weights are trained; an adapter would save nothing",
         )
-    elif draft.given(("model", "adapter")) is None:  # a given adapter has its own rank
+    elif draft.given_value(("model", "adapter")) is None:  # a given adapter has its own rank
         draft.choose(
             ("lora", "r"),
             16,
             f"an adapter beside {parameters:,} frozen weights; `lora: null` trains all of them",
         )
-    full = draft.loaded().config.lora is None
+    full = draft.load().config.lora is None
     rate, reason = _learning_rate(draft.kind, parameters, full)
     draft.choose(("training", "learning_rate"), rate, reason)
 

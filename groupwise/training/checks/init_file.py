@@ -38,7 +38,7 @@ def commands(kind: Kind, task: str, file: str) -> list[str]:
     return [look, *examine, f"{train} --dry-run", train]
 
 
-def rendered(title: str, words: Sequence[str], choices: Iterable[Choice]) -> str:
+def render(title: str, words: Sequence[str], choices: Iterable[Choice]) -> str:
     """The content of the file. `title` is a sentence about it, `words` are the commands."""
     content = CommentedMap()
     for choice in choices:

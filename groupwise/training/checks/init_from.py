@@ -53,8 +53,8 @@ from groupwise.training.checks.foreign_rewards import (
     is_open_r1,
 )
 from groupwise.training.checks.init_choices import Choice
-from groupwise.training.checks.init_file import rendered
-from groupwise.training.config import RunConfig, load_config, resolved
+from groupwise.training.checks.init_file import render
+from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
 
@@ -141,12 +141,12 @@ def init_from(
         f"groupwise rl --config {target}{task} --dry-run",
         f"groupwise rl --config {target}{task}",
     ]
-    target.write_text(rendered(f"Written by groupwise init from {file.name}.", words, ordered))
+    target.write_text(render(f"Written by groupwise init from {file.name}.", words, ordered))
     config = load_config(target).config
     details = {
         "file": str(target),
         "command": "rl",
-        "config": resolved(config),
+        "config": resolved_values(config),
         "keys": made.fates,
         "next": words,
     }

@@ -38,7 +38,7 @@ from groupwise.training.config import (
     LoadedConfig,
     RunConfig,
     load_config,
-    resolved,
+    resolved_values,
     view,
     with_task_schema,
 )
@@ -88,7 +88,7 @@ class EvalResult:
     """The result file; None if none was written."""
 
     @classmethod
-    def recorded(cls, record: EvaluationRecord) -> Self:
+    def from_record(cls, record: EvaluationRecord) -> Self:
         """Build the result from a run's record."""
         rows = [dict(row) for row in record.rows]
         return cls(record.policy, dict(record.metrics), {}, rows)
@@ -118,7 +118,7 @@ class EvalResult:
         return len({row["example"] for row in self.rows})
 
     @property
-    def judged(self) -> list[str]:
+    def metrics_with_interval(self) -> list[str]:
         """The metrics that have an interval: reward, success rates, and accuracies from 0 to 1 over a known number of prompts."""
         behind = self._prompt_counts
         return [
@@ -140,7 +140,7 @@ class EvalResult:
     @property
     def left_out(self) -> dict[str, int]:
         """For each metric, the number of prompts that it lacks because too few of their samples could be scored."""
-        found = {name: measure(name, self.rows) for name in self.judged}
+        found = {name: measure(name, self.rows) for name in self.metrics_with_interval}
         return {name: each.left_out for name, each in found.items() if each and each.left_out}
 
     @property
@@ -154,7 +154,7 @@ class EvalResult:
         """Summary for people and `--json`."""
         intervals = {
             name: [interval.low, interval.high]
-            for name in self.judged
+            for name in self.metrics_with_interval
             for interval in [self.interval(name)]
         }
         return {
@@ -169,7 +169,7 @@ class EvalResult:
         }
 
 
-def compared(
+def compare_before_after(
     before: EvalResult, after: EvalResult, untrained: EvalResult | None = None
 ) -> dict[str, Any]:
     """Held-out metrics before and after training, and the paired difference of the rewards with its 95 % interval.
@@ -197,7 +197,7 @@ def compared(
 
 def _metric_with_interval(result: EvalResult, name: str) -> dict[str, float]:
     """A metric, with its 95 % interval if it has one."""
-    if name in result.judged:
+    if name in result.metrics_with_interval:
         return _interval_as_dict(result.interval(name))
     return {"value": result.metrics[name]}
 
@@ -390,7 +390,7 @@ def plan_each(
     prepared = _prepare(settings, found)
     places = [_result_place(found, weights, settings) for weights in every]
     return {
-        "config": resolved(settings),
+        "config": resolved_values(settings),
         "plan": {
             "task": found.described,
             "policies": [weights.label for weights in every],
@@ -490,7 +490,7 @@ async def _evaluate(
         **result.summary,
         "fingerprint": fingerprint,
         "task": task.name,
-        "config": resolved(config),
+        "config": resolved_values(config),
         "finished_at": time.time(),
         "details": result.details,
         "rows": result.rows,

@@ -64,9 +64,9 @@ class Success:
         """True if the rollout succeeded; None if it was not scored or the deciding part is missing."""
         if rollout.outcome != "scored":
             return None
-        return self.reached(rollout.reward, rollout.part_values)
+        return self.is_reached(rollout.reward, rollout.part_values)
 
-    def reached(self, reward: float | None, parts: Mapping[str, float | None]) -> bool | None:
+    def is_reached(self, reward: float | None, parts: Mapping[str, float | None]) -> bool | None:
         """True if a reward with these parts is a success; None if the deciding part is missing."""
         value = reward if self.part is None else parts.get(self.part)
         return None if value is None else value >= self.threshold

@@ -76,7 +76,7 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
     marked = {"format": FORMAT, "kind": KIND, **content}
     if output is None:
         return add_result(folder, name, marked)
-    with atomic_files.explained(output):
+    with atomic_files.explaining_disk_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         file = output if number == 1 else output.with_stem(f"{output.stem}-{number}")

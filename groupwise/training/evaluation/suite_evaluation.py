@@ -33,7 +33,7 @@ from groupwise.training.evaluation.results import FORMAT, check_writable, result
 from groupwise.training.evaluation.statistics import Interval, mean_with_interval
 from groupwise.training.suites import lighteval
 from groupwise.training.suites.lighteval import SUITES, Asking, Marks, chosen_suites
-from groupwise.training.suites.serving import Weights, check_words, served
+from groupwise.training.suites.serving import Weights, check_words, serving
 
 METRIC = "pass@1"
 KIND = "suite"
@@ -156,7 +156,7 @@ def evaluate_suites(
             folder = _new_folder(place, _name(request, "server", policy))
             on_progress(f"the server begins; its log is {folder / 'server.txt'}")
             assert policy.folder is not None, "it was found"
-            with served(
+            with serving(
                 request.serve,
                 Weights.of(policy.folder, policy.run),
                 folder,
@@ -210,7 +210,7 @@ def _ask_all(
     key = Endpoint(asking.base_url, asking.model, request.api_key_env).key()
     for name in request.suites:
         try:
-            if server is not None and server.ended:
+            if server is not None and server.has_ended:
                 raise RunError(
                     f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
                 )
@@ -318,7 +318,7 @@ def _name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
 
 def _new_folder(place: Path, name: str) -> Path:
     """Create a folder with a name that no folder or result has yet: `NAME`, `NAME-2` …"""
-    with atomic_files.explained(place):
+    with atomic_files.explaining_disk_errors(place):
         place.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             folder = place / (name if number == 1 else f"{name}-{number}")

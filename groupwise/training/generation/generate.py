@@ -159,7 +159,7 @@ async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> Generate
                     await interruption.allow(client.reach())
                     await interruption.allow(line.kept_alive(asking.ask(missing), asking.tally))
                 if plan.scoring is not None:
-                    scoring = score_all(plan.scoring.scorer, items, answers, line.scored)
+                    scoring = score_all(plan.scoring.scorer, items, answers, line.show_scored)
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
                 ticker.note(f"Interrupted. {_go_on(config)}")
@@ -345,7 +345,7 @@ class _ProgressLine:
             facts.append(f"the service wants {pause:.0f} s of rest")
         self._ticker.show("  ".join(facts))
 
-    def scored(self, count: int) -> None:
+    def show_scored(self, count: int) -> None:
         """Show the progress of the scoring."""
         self._ticker.show(f"scored {count}/{self._rows} rows")
 

@@ -26,7 +26,7 @@ from groupwise.tasks.data.messages import ends_begun
 from groupwise.tasks.data.sources import no_column, read_source
 from groupwise.training.config import RunConfig, load_config, view, with_task_schema
 from groupwise.training.generation.config import INSTRUCTION, GenerateConfig
-from groupwise.training.rollout_builder import rewarded
+from groupwise.training.rollout_builder import with_configured_rewards
 
 _BRACES = re.compile(r"\{\{(?:(?!\{[{%]).)*?\}\}|\{%(?:(?!\{[{%]).)*?%\}", re.DOTALL)
 """Expressions and statements of Jinja."""
@@ -123,7 +123,7 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
         )
     loaded = load_config(config or {"model": {"name": "tiny"}})
     settings = with_task_schema(loaded, task.config_schema()).config
-    task = rewarded(settings, task)
+    task = with_configured_rewards(settings, task)
     steps = settings.training.max_steps
     limit = None if steps is None else steps * settings.training.prompts_per_step
     return task, settings, task.rl_examples(view(settings), limit=limit)
@@ -145,7 +145,7 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
     found = _Found()
     for index, row in enumerate(rows):
         try:
-            value = row.get(column) if template is None else template.written(row)
+            value = row.get(column) if template is None else template.fill(row)
             prompt, prefix = _as_sent(value, config)
         except TaskError as problem:
             found.unasked.append(Unasked(index, str(problem)))
@@ -226,7 +226,7 @@ class Template:
                 f"braces, {{question}}; doubled braces stand for themselves.{hint}"
             )
 
-    def written(self, row: Row) -> str:
+    def fill(self, row: Row) -> str:
         """Fill in the template for a row. Raises TaskError if a column is empty in this row."""
         empty = [name for name in self.fields if row.get(name) in (None, "")]
         if empty:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from groupwise.core.atomic_files import building_path, explained, publish_file
+from groupwise.core.atomic_files import building_path, explaining_disk_errors, publish_file
 from groupwise.core.reward_call.plain import plain
 from groupwise.core.reward_call.request import MemberScore
 from groupwise.core.terminal.text import shorten
@@ -115,7 +115,7 @@ def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]
 
 def _write(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
     building = building_path(path)
-    with explained(path):
+    with explaining_disk_errors(path):
         try:
             with building.open("w", encoding="utf-8") as file:
                 for row in rows:

@@ -24,7 +24,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     training = run.config.training
     example, prompt = run.pool(choice.pool).at(choice.index)
     if choice.again is not None:
-        return recorded(run, draw, choice.again, example)
+        return reuse_recorded(run, draw, choice.again, example)
     ask = Ask(
         draw=draw,
         example=example,
@@ -39,7 +39,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     return as_seen(run.tokenizer, group)
 
 
-def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
+def reuse_recorded(run: Run, draw: int, again: int, example: Example) -> Group:
     """The recorded group of an earlier draw, as the group of this draw: with its rewards, but without advantages."""
     group = run.folder.store.group(again)
     assert group is not None, f"draw {again} is in the record"

@@ -64,7 +64,7 @@ def _due(run: TaskRun) -> bool:
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
     """Pass an evaluation of the current policy to the callbacks, and warn if it shows reward hacking."""
     _notice_divergence(run)
-    await run.callbacks.evaluated(_record(run, name, result))
+    await run.callbacks.announce_evaluation(_record(run, name, result))
 
 
 def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
@@ -72,7 +72,7 @@ def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None
     record = run.folder.store.evaluation(step, name)
     if record is None or record.asked not in ("", _stored_questions(run)):
         return None
-    return EvalResult.recorded(record)
+    return EvalResult.from_record(record)
 
 
 def notice_changed_questions(run: TaskRun, questions: str) -> None:
@@ -126,7 +126,7 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
             f"warning: the held-out prompts after {run.step} steps could not be measured: {error}"
         )
         return None
-    run.say(f"held-out after {run.step} steps: {described(result)}")
+    run.say(f"held-out after {run.step} steps: {describe_result(result)}")
     return await keep_evaluation(run, name, result)
 
 
@@ -203,7 +203,7 @@ def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
     return REWARD if solved is None else f"{PART}{solved}{MEAN}"
 
 
-def described(result: EvalResult) -> str:
+def describe_result(result: EvalResult) -> str:
     """The main metrics of an evaluation, and the number of failures with the first reason, as text."""
     parts = [f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key]
     failed = [row["reason"] for row in result.rows if row["reason"]]

@@ -44,7 +44,9 @@ class Learned:
     """Index of a group in the step -> log-probabilities of its rows in the first pass. Groups without signal are missing."""
 
 
-def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned) -> list[Group]:
+def with_learner_results(
+    groups: Sequence[Group], weights: Sequence[Weights], learned: Learned
+) -> list[Group]:
     """The groups of a step as they are recorded: with each rollout's advantages and the learner's log-probabilities of its tokens."""
     return [
         with_learner_logprobs(with_advantages(group, credit), credit, learned.logprobs.get(place))

@@ -102,7 +102,7 @@ async def end(
     except CallbackError:
         run.folder.finish(state, summary)
         raise
-    if run.callbacks.left:
+    if run.callbacks.unfinished_work:
         state = "interrupted"
     run.folder.finish(state, summary)
     if state == "finished":
@@ -115,7 +115,7 @@ async def end(
 def exit_code(run: Training, summary: dict[str, Any]) -> int:
     """Exit code of a run that has taken all its steps: 1 if the upload failed; that of Ctrl-C or SIGTERM if a callback left work."""
     if summary["state"] == "interrupted":
-        return 128 + (run.interruption.asked or signal.SIGINT)
+        return 128 + (run.interruption.received_signal or signal.SIGINT)
     return 1 if "error" in summary.get("hub", {}) else 0
 
 
@@ -159,7 +159,7 @@ class _Uploader:
         pass
 
 
-async def failed(run: Training, error: BaseException) -> None:
+async def report_failure(run: Training, error: BaseException) -> None:
     """Record a failure in the folder, then announce it to the callbacks. A second Ctrl-C ends the run at once, without the callbacks."""
     if isinstance(error, Exception):
         with suppress(StoreError):

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.types import Example
-from groupwise.engine.models.chat_template import unannounced
+from groupwise.engine.models.chat_template import missing_turn_warning
 from groupwise.engine.models.plan import ModelPlan
 from groupwise.tasks.contract import Task
 from groupwise.tasks.data.order import Order, among
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import odd_prompts
 from groupwise.training.callbacks.registry import Named
-from groupwise.training.config import Loaded, LoadedConfig, resolved
+from groupwise.training.config import Loaded, LoadedConfig, resolved_values
 from groupwise.training.loops.training import TrainedBy
 from groupwise.training.placement import AnyConfig, Layout, crowding
 
@@ -123,7 +123,7 @@ def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str
         for what, count in account.changed.items()
         if "data.strip_tags" in what
     ]
-    unheard = unannounced(prepared.tokenizer, examples[0].prompt)
+    unheard = missing_turn_warning(prepared.tokenizer, examples[0].prompt)
     return [*filter(None, [unheard]), *stripped, *odd_prompts(prepared.tokenizer, examples)]
 
 
@@ -139,7 +139,7 @@ def plan_of(
 
     A warning about too many threads is added to `warnings`.
     """
-    settings = resolved(prepared.config)
+    settings = resolved_values(prepared.config)
     crowded = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},

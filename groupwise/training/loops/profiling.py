@@ -36,7 +36,7 @@ def check_profiled_steps(run: RunSection, max_steps: int) -> None:
 
 
 @contextmanager
-def profiled(training: Training) -> Generator[None]:
+def profile_step(training: Training) -> Generator[None]:
     """Trace the code in this context, if `run.profile` names the current step."""
     step = training.step
     if step not in training.config.run.profiled_steps:
@@ -45,7 +45,7 @@ def profiled(training: Training) -> Generator[None]:
     learner = training.learner
     try:
         with (
-            learner.traced()
+            learner.trace()
             if isinstance(learner, RankLearner)
             else _marking_calls(training) as trace
         ):
@@ -64,10 +64,10 @@ def profiled(training: Training) -> Generator[None]:
 @contextmanager
 def _marking_calls(training: Training) -> Generator[Trace]:
     """Trace this process; the learner's calls appear in the trace by name."""
-    from groupwise.engine.models.profile import MarkedLearner, traced
+    from groupwise.engine.models.profile import MarkedLearner, tracing
 
     training.learner = MarkedLearner(training.learner)
-    with traced() as trace:
+    with tracing() as trace:
         yield trace
 
 

@@ -23,7 +23,7 @@ from groupwise.runs.record_segments import PIECE, MadeAnew
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
-from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved
+from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved_values
 from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.training.loops.run import POLICIES, SELECTION
 from groupwise.training.loops.training import Training
@@ -76,7 +76,7 @@ class Resumption:
     """Warnings about changes that make results agree only up to rounding, and about a changed task file."""
 
     @property
-    def found(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         """Messages from the search for the checkpoint: a repaired record, and checkpoints that cannot be used."""
         mended = () if self.point.made_anew is None else (str(self.point.made_anew),)
         return (*mended, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
@@ -199,7 +199,7 @@ def open_folder(
     return RunFolder.create(
         Path(prepared.config.run.dir),
         prepared.run_name,
-        resolved(prepared.config),
+        resolved_values(prepared.config),
         {**facts, **sizes, **prepared.facts},
         keep_tokens=keep,
     )
@@ -220,7 +220,7 @@ def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
     shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
     atomic_files.publish_folder(building, start_file)
     loaded = starting_from(loaded, start_file.resolve())
-    atomic_files.write_json(folder.path / CONFIG, resolved(loaded.config))
+    atomic_files.write_json(folder.path / CONFIG, resolved_values(loaded.config))
     return loaded
 
 
@@ -231,7 +231,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
         run.learner.load(str(checkpoint.path))
         run.take_position(checkpoint.extra["position"])
         run.load_more(checkpoint.path, checkpoint.extra["position"])
-    for text in resumption.found:
+    for text in resumption.messages:
         run.say(text)
     checkpoints.drop_after(run.folder.checkpoints, run.step)
     for text in resumption.warnings:
@@ -242,7 +242,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
         run.folder.store.set_meta({"packages": packages_used(used)})
     changed = {key: list(change) for key, change in resumption.changed.items()}
     run.folder.resume(
-        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)
+        resolved_values(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)
     )
     again = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
     run.say(f"resumed after {run.step} steps{again}")

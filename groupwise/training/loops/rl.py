@@ -21,9 +21,9 @@ from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
 from groupwise.training.loops.drawing import serve
 from groupwise.training.loops.held_out import evaluate_now_and_then
-from groupwise.training.loops.learning import learn, noted
+from groupwise.training.loops.learning import learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
-from groupwise.training.loops.profiling import profiled
+from groupwise.training.loops.profiling import profile_step
 from groupwise.training.loops.recording import check_something_scored, commit
 from groupwise.training.loops.run import Run, StepBatch, TaskRun
 from groupwise.training.loops.schedules import make_schedule
@@ -43,14 +43,14 @@ async def train(run: TaskRun) -> None:
             await run.callbacks.step_begins()
             started = time.perf_counter()
             run.timings = Timings()
-            with profiled(run):
+            with profile_step(run):
                 batch = await run.interruption.allow(run.schedule.next())
                 await take_step(run, batch, started)
             if run.step == WARNED_AFTER < run.max_steps:
                 warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
                 save_checkpoint(run)
-                await run.callbacks.saved()
+                await run.callbacks.announce_checkpoint()
     finally:
         await run.schedule.close()
 
@@ -84,7 +84,7 @@ async def take_step(
     learned = await learn(run, batch.groups, weights, rate)
     if learned.changed:
         await publish(run, policy_in.version + 1)
-    groups = noted(batch.groups, weights, learned)
+    groups = with_learner_results(batch.groups, weights, learned)
     check_something_scored(run, groups)
     run.timings.step = time.perf_counter() - started
     metrics = commit(run, replace(batch, groups=groups), policy_in, rate, learned.metrics)

@@ -18,7 +18,7 @@ from groupwise.core.types import TASK_COLUMN, Example
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.plan import Decoding, ModelPlan, largest_microbatch, plan_model
-from groupwise.engine.models.tokens import rendered
+from groupwise.engine.models.tokens import render_prompt
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.curriculum import EASY
@@ -365,6 +365,6 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
         prepared,
         planned_sizes(config, prepared.layout),
         counts=counts,
-        shown={**signals_note, "first_prompt": rendered(prepared.tokenizer, first_prompt)},
+        shown={**signals_note, "first_prompt": render_prompt(prepared.tokenizer, first_prompt)},
         warnings=[*warnings_of(prepared), *text_prompts(prepared.tokenizer, examples), *warnings],
     )

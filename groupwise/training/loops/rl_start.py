@@ -33,11 +33,11 @@ from groupwise.training import build, rollout_builder
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
-from groupwise.training.evaluation.evaluate import EvalResult, compared, held_out
+from groupwise.training.evaluation.evaluate import EvalResult, compare_before_after, held_out
 from groupwise.training.loops.held_out import (
     ASKED,
     announce,
-    described,
+    describe_result,
     evaluate_held_out,
     in_passing,
     keep_evaluation,
@@ -48,8 +48,8 @@ from groupwise.training.loops.outcome import (
     end,
     ended_early,
     exit_code,
-    failed,
     first_and_last,
+    report_failure,
     summarise,
     write_curve,
 )
@@ -64,10 +64,10 @@ from groupwise.training.loops.start import (
     dry_run_warnings,
     find_start,
     left_out_lines,
-    loaded,
-    opened,
+    load_parts,
+    open_run_folder,
     run_with_auto_resume,
-    watched,
+    show_progress,
 )
 from groupwise.training.loops.training import save_checkpoint
 from groupwise.training.loops.warm_up import WarmedUp, needs_warm_up, warm_up
@@ -153,7 +153,7 @@ def _rl(
         "examples_dropped_as_too_long": prepared.prompts.dropped,
         **warmed.facts,
     }
-    with opened(prepared, start, KIND, noted) as (folder, ready):
+    with open_run_folder(prepared, start, KIND, noted) as (folder, ready):
         if warmed.untrained is not None:
             # The evaluation of the untrained model, recorded before the first step.
             found, questions = warmed.untrained, ready.facts[ASKED]
@@ -178,12 +178,12 @@ async def run_in(
     )
     starting = asyncio.gather(scorer.start(), rollouts.start())
     try:
-        with watched(folder, prepared, resumption) as (progress, interruption):
+        with show_progress(folder, prepared, resumption) as (progress, interruption):
             await asyncio.sleep(0)  # lets the workers start while the model is loaded
             starts = build.start_training(
                 prepared.config, prepared.layout, folder.name, publications
             )
-            with closing(await loaded(interruption, starts)) as parts:
+            with closing(await load_parts(interruption, starts)) as parts:
                 run = assemble(
                     folder, prepared, parts, scorer, rollouts, progress, interruption, publications
                 )
@@ -308,11 +308,11 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
         await run.callbacks.begin(run)
         untrained = recorded_evaluation(run, UNTRAINED, 0)
         if untrained is not None and run.step == 0:
-            run.say(f"held-out before any training: {described(untrained)}")
+            run.say(f"held-out before any training: {describe_result(untrained)}")
         before = await held_out_result(run, BEFORE, 0, prepared)
         await train(run)
         save_checkpoint(run)
-        await run.callbacks.saved()
+        await run.callbacks.announce_checkpoint()
 
         def fill(folder: Path) -> None:
             """Copy the published weights and the tokenizer, in the format of transformers, peft and vLLM."""
@@ -322,11 +322,11 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
         run.folder.write_final(fill)
         after = await held_out_result(run, AFTER, run.step, prepared)
     except Interrupted as interrupted:
-        return await stopped(run, prepared, started, interrupted)
+        return await leave_interrupted(run, prepared, started, interrupted)
     except BaseException as error:
         with suppress(StoreError):  # a failure here must not hide the original error
             run.folder.store.keep_unfinished(run.drawn.values())
-        await failed(run, error)
+        await report_failure(run, error)
         raise
     write_curve(run, METRIC)
     summary = {**_summarise(run, prepared, started, before, after), **ended_early(run)}
@@ -334,12 +334,14 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
     return RlResult(summary, run.folder.path, exit_code(run, summary), before, after)
 
 
-async def stopped(run: TaskRun, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:
+async def leave_interrupted(
+    run: TaskRun, prepared: RlPrepared, started: float, by: Interrupted
+) -> RlResult:
     """Save an interrupted run: its scored groups, and a checkpoint of the last completed step."""
     run.folder.store.keep_unfinished(run.drawn.values())
     if run.step > 0:
         save_checkpoint(run)
-        await run.callbacks.saved()
+        await run.callbacks.announce_checkpoint()
     write_curve(run, METRIC)
     summary = await end(run, "interrupted", _summarise(run, prepared, started))
     return RlResult(summary, run.folder.path, by.exit_code)
@@ -360,7 +362,7 @@ def _summarise(
         summary |= {"reward_first": first, "reward_last": last}
     if before and after:
         untrained = recorded_evaluation(run, UNTRAINED, 0)
-        summary["held_out"] = compared(before, after, untrained)
+        summary["held_out"] = compare_before_after(before, after, untrained)
     return summary
 
 

@@ -120,7 +120,7 @@ class FixedLag:
             for group in await self._groups(step, draws, timer, last=not left):
                 (accepted if self._run.algorithm.accepts(group) else rejected).append(group)
             if len(accepted) == size or not left:
-                return timer.note(filled(accepted, rejected, size))
+                return timer.note(fill_step(accepted, rejected, size))
             left -= 1
 
     async def _groups(
@@ -140,7 +140,7 @@ class FixedLag:
         return await gather_all(one(draw) for draw in draws)
 
 
-def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> StepBatch:
+def fill_step(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> StepBatch:
     """Fill a step that has too few accepted groups with rejected ones. They carry no signal but count in the loss's denominators."""
     missing = size - len(accepted)
     return StepBatch((*accepted, *rejected[:missing]), tuple(rejected[missing:]))

@@ -31,7 +31,7 @@ from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, teacher_group, teacher_row
 from groupwise.training.loops.metrics import Timings, loss_metrics, timing_metrics
-from groupwise.training.loops.profiling import profiled
+from groupwise.training.loops.profiling import profile_step
 from groupwise.training.loops.sft_completions import WITH_SIGNAL, Completions
 from groupwise.training.loops.training import Training, count_non_finite, update, write_checkpoint
 from groupwise.training.sft_config import SftConfig, bounds_of, holds
@@ -129,7 +129,7 @@ async def train(run: SftRun) -> None:
     await evaluate_if_due(run)
     while not run.over:
         await run.callbacks.step_begins()
-        with profiled(run):
+        with profile_step(run):
             await take_step(run)
         await evaluate_if_due(run)
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
@@ -261,7 +261,7 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
     questions = run.folder.store.get_meta().get("held_out", "")
     record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, questions)
     run.folder.store.add_evaluation(record)
-    await run.callbacks.evaluated(record)
+    await run.callbacks.announce_evaluation(record)
     numbers = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
     run.say(f"held-out after {run.step} steps: {numbers}")
     return metrics
@@ -346,4 +346,4 @@ async def save(run: SftRun) -> None:
     keep = run.config.run.save_total_limit
     if keep is not None:
         checkpoints.prune(run.folder.checkpoints, keep, {run.best.step} if run.best else ())
-    await run.callbacks.saved()
+    await run.callbacks.announce_checkpoint()

@@ -25,7 +25,7 @@ from groupwise.tasks.data.overlap import prompt_key, warning_of_overlap
 from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherWay, read_lessons
 from groupwise.training import placement
 from groupwise.training.callbacks.registry import configured_callbacks
-from groupwise.training.config import resolved, with_task_schema
+from groupwise.training.config import resolved_values, with_task_schema
 from groupwise.training.loops.prepare import (
     ROWS_READ,
     Prepared,
@@ -76,7 +76,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 
     For `rows_read`, see `groupwise.training.loops.rl_prepare.prepare_rl`.
     """
-    found = find_task(task, View(resolved(loaded.config)))
+    found = find_task(task, View(resolved_values(loaded.config)))
     require(found, "sft")
     loaded = with_task_schema(loaded, found.config_schema())
     config = loaded.config
@@ -104,7 +104,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     order = order_of(found, "get_sft_dataset", rows, config)
     epochs = config.training.num_train_epochs
     max_draws = None if epochs is None else max(1, math.ceil(epochs * order.length))
-    given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
+    given, origin = View(resolved_values(config)), loaded.tree.origin(("callbacks",))
     layout = placement.supervised_layout(config)
     if max_draws is None:
         assert config.training.max_steps is not None
@@ -150,7 +150,7 @@ def _read(
     config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
 ) -> LessonSet | None:
     """Read the rows of a hook as lessons; None if the hook returns nothing."""
-    given = View(resolved(config))
+    given = View(resolved_values(config))
     rows = task.sft_rows(hook, given, tokenizer, limit)
     if hook == "get_sft_eval_dataset":
         rows = rows[:limit]
@@ -169,7 +169,7 @@ def _read(
 
 def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
     """The settings for reading the task's rows: fields, masks, length, formatting."""
-    given = View(resolved(config))
+    given = View(resolved_values(config))
     room = prefork.prompt_room(config.model, 0)
     return TeacherWay(
         text_field=config.data.dataset_text_field,

@@ -27,8 +27,8 @@ from groupwise.training.loops.outcome import (
     end,
     ended_early,
     exit_code,
-    failed,
     first_and_last,
+    report_failure,
     summarise,
     write_curve,
 )
@@ -47,10 +47,10 @@ from groupwise.training.loops.start import (
     dry_run_warnings,
     find_start,
     left_out_lines,
-    loaded,
-    opened,
+    load_parts,
+    open_run_folder,
     run_with_auto_resume,
-    watched,
+    show_progress,
 )
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
@@ -99,7 +99,7 @@ def sft(
                 "examples": len(prepared.lessons.lessons),
                 "rows_dropped_as_too_long": prepared.lessons.dropped,
             }
-            with opened(prepared, start, KIND, noted) as (folder, ready):
+            with open_run_folder(prepared, start, KIND, noted) as (folder, ready):
                 return run_to_end(_run_in(folder, ready, resumption))
 
     return run_with_auto_resume(begin, ways, given)
@@ -112,7 +112,7 @@ async def _run_in(
     started = time.perf_counter()
     callbacks = Callbacks(prepared.callbacks)
     try:
-        with watched(folder, prepared, resumption) as (progress, interruption):
+        with show_progress(folder, prepared, resumption) as (progress, interruption):
             async with _parts(folder, prepared, interruption) as (learner, completions):
                 config = prepared.config
                 run = SftRun(
@@ -150,7 +150,7 @@ async def _parts(
     if completions_prepared is None:
         unused = folder.path / "published"  # without a sampler, nothing is published
         starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
-        with closing(await loaded(interruption, starts)) as parts:
+        with closing(await load_parts(interruption, starts)) as parts:
             yield parts.learner, None
         return
     publications = build.publication_folder(
@@ -166,7 +166,7 @@ async def _parts(
         starts = build.start_training(
             completions_prepared.config, completions_prepared.layout, folder.name, publications
         )
-        with closing(await loaded(interruption, starts)) as parts:
+        with closing(await load_parts(interruption, starts)) as parts:
             await asyncio.gather(scorer.start(), rollouts.start())
             way = held_out(
                 completions_prepared.config,
@@ -235,7 +235,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
         summary = await _finish(run, prepared, started, "interrupted")
         return SftResult(summary, run.folder.path, interrupted.exit_code)
     except Exception as error:
-        await failed(run, error)
+        await report_failure(run, error)
         raise
     await save(run)
     step = run.step

@@ -201,7 +201,7 @@ def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
     """Warnings about a resume, for the plan of a dry run."""
-    return () if resumption is None else (*resumption.found, *resumption.warnings)
+    return () if resumption is None else (*resumption.messages, *resumption.warnings)
 
 
 def left_out_lines(prepared: Prepared) -> list[str]:
@@ -214,7 +214,7 @@ def left_out_lines(prepared: Prepared) -> list[str]:
 
 
 @contextmanager
-def opened(
+def open_run_folder(
     prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
 ) -> Generator[tuple[RunFolder, AnyPrepared]]:
     """Open the run's folder and copy the initial weights into it; a new folder records `facts` about the run."""
@@ -244,7 +244,7 @@ def opened(
 
 
 @contextmanager
-def watched(
+def show_progress(
     folder: RunFolder, prepared: Prepared, resumption: Resumption | None
 ) -> Generator[tuple[Progress, Interruption]]:
     """Show progress and warnings, and handle Ctrl-C. The caller loads the model in this context."""
@@ -262,7 +262,7 @@ def watched(
         yield progress, interruption
 
 
-async def loaded(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T:
+async def load_parts(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T:
     """Await the parts while the model loads. Ctrl-C or SIGTERM then ends the command at once, as there are no steps to save."""
     try:
         return await interruption.allow(parts)

@@ -147,7 +147,7 @@ async def update(
             "step %d: loss or gradient was not finite; the update was left out", training.step + 1
         )
         folder = training.folder.path / NON_FINITE
-        with atomic_files.explained(folder):
+        with atomic_files.explaining_disk_errors(folder):
             folder.mkdir(exist_ok=True)
             kept = {file.name for file in folder.glob("step-*.jsonl")}
         if len(kept) < MOST_KEPT:

@@ -27,7 +27,7 @@ from groupwise.runs.find import ENDS, is_file, resolve_run, reward_ends
 from groupwise.runs.folder import RECORD, RESULTS, read_config
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from groupwise.training.config import LoadedConfig, RunConfig, load_config, resolved
+from groupwise.training.config import LoadedConfig, RunConfig, load_config, resolved_values
 from groupwise.training.evaluation.measures import (
     CLIPPED,
     LENGTH,
@@ -533,7 +533,7 @@ def _with_defaults(
 ) -> Mapping[str, Any]:
     """Fill in the keys that a config of an earlier version lacks; return it unchanged if it is no longer valid."""
     try:
-        return resolved(load(config).config)
+        return resolved_values(load(config).config)
     except ConfigError:
         return config
 

@@ -37,7 +37,7 @@ from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.tasks.rollouts.rows import Weights
 from groupwise.training import build
-from groupwise.training.config import RunConfig, load_config, resolved
+from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.loops.learning import learn
 from groupwise.training.loops.prepare import starting_from
 from groupwise.training.loops.run import Learning
@@ -307,7 +307,9 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
     with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as place:
         publications = build.publication_folder(Path(place), size)
         try:
-            with RunFolder.create(Path(place), recording.path.name, resolved(config)) as folder:
+            with RunFolder.create(
+                Path(place), recording.path.name, resolved_values(config)
+            ) as folder:
                 yield folder, publications
         finally:
             build.remove_publications(publications)

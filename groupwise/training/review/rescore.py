@@ -77,7 +77,7 @@ class Rescored:
     """
 
     @property
-    def moved(self) -> float:
+    def ranks_moved(self) -> float:
         """Number of ranks moved within the group; 0 if either rank is missing."""
         if self.old_rank is None or self.new_rank is None:
             return 0.0
@@ -126,7 +126,7 @@ class Rescoring:
         return self.path.with_suffix(ROWS)
 
     @property
-    def broken(self) -> tuple[str, ...]:
+    def failed_rewards(self) -> tuple[str, ...]:
         """The new reward functions that failed on every rollout."""
         counts = self.overall.unanswered
         return tuple(name for name in self.rewards if counts.get(name) == self.overall.rollouts)
@@ -135,7 +135,7 @@ class Rescoring:
     def exit_code(self) -> int:
         """1 if a reward function failed on every rollout, or if no rollout could be scored; otherwise 0."""
         nothing = 0 < self.overall.rollouts == self.overall.failed
-        return 1 if self.broken or nothing else 0
+        return 1 if self.failed_rewards or nothing else 0
 
     def rows(self) -> Iterator[Rescored]:
         """Read the rollouts from their file, in the order of the record."""
@@ -147,7 +147,7 @@ class Rescoring:
         return {
             "run": self.run,
             "rewards": self.rewards,
-            "broken": list(self.broken),
+            "broken": list(self.failed_rewards),
             "overall": asdict(self.overall),
             "steps": {str(step): asdict(each) for step, each in self.steps.items()},
             "moved": [asdict(row) for row in self.farthest(rows)],
@@ -157,8 +157,8 @@ class Rescoring:
 
     def farthest(self, count: int) -> list[Rescored]:
         """The `count` rollouts whose rank in the group changed most."""
-        moved = (row for row in self.rows() if row.moved) if count else ()
-        return nlargest(count, moved, key=lambda row: row.moved)
+        moved = (row for row in self.rows() if row.ranks_moved) if count else ()
+        return nlargest(count, moved, key=lambda row: row.ranks_moved)
 
 
 def rescore(
@@ -187,12 +187,12 @@ def rescore(
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
         place = result_file(path, judge.name)
         atomic_files.check_can_write(place)
-        with atomic_files.explained(place):
+        with atomic_files.explaining_disk_errors(place):
             place.parent.mkdir(parents=True, exist_ok=True)
         steps = store.get_meta().get("max_steps") or len(chosen)
         rows_file = atomic_files.building_path(place.with_suffix(ROWS))
         try:
-            with atomic_files.explained(rows_file), rows_file.open("wb") as file:
+            with atomic_files.explaining_disk_errors(rows_file), rows_file.open("wb") as file:
                 found = run_to_end(_rescore_steps(store, chosen, judge, steps, file))
             agreements = {number: _agreement([one]) for number, one in found.items()}
             overall = _agreement(list(found.values()))
@@ -450,7 +450,7 @@ def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally
         reasons.update(row.failed_rewards.values() if row.reason is None else (row.reason,))
     return _Tally(
         rollouts=len(rows),
-        moved=sum(row.moved > 0 for row in rows),
+        moved=sum(row.ranks_moved > 0 for row in rows),
         failed=sum(row.new is None for row in rows),
         scored=len(both),
         sums=(fsum(old), fsum(new)),

@@ -82,7 +82,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 @contextmanager
-def served(
+def serving(
     words: Sequence[str],
     weights: Weights,
     folder: Path,
@@ -158,7 +158,7 @@ def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[s
     """Wait until the server reports its models. While it loads, it refuses connections or answers with an error."""
     deadline = time.monotonic() + seconds
     while True:
-        if family.ended:
+        if family.has_ended:
             code = family.end()
             raise RunError(
                 f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_words()}"

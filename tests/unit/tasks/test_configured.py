@@ -16,7 +16,7 @@ from groupwise.tasks.contract import Task, require
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.rewards.router import Router
 from groupwise.training import rollout_builder
-from groupwise.training.config import load_config, resolved, view
+from groupwise.training.config import load_config, resolved_values, view
 from groupwise.training.sft_config import load_sft_config
 
 SUMS = [{"question": f"{a}+{b}?", "solution": str(a + b)} for a in range(5) for b in range(4)]
@@ -71,7 +71,7 @@ def config_of(data: dict[str, Any], **sections: Any) -> View:
 
 
 def sft_config_of(data: dict[str, Any]) -> View:
-    return View(resolved(load_sft_config({"model": {"name": "tiny"}, "data": data}).config))
+    return View(resolved_values(load_sft_config({"model": {"name": "tiny"}, "data": data}).config))
 
 
 def configured(data: dict[str, Any], **sections: Any) -> tuple[Task, View]:

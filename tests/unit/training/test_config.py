@@ -18,7 +18,7 @@ from groupwise.training.config import (
     documentation,
     json_schema,
     load_config,
-    resolved,
+    resolved_values,
     view,
     with_task_schema,
 )
@@ -105,7 +105,7 @@ def test_a_file_is_read_with_overrides_typed_like_it(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_resolved_config_loads_to_the_same(given: list[str]) -> None:
     config = load_config(MINIMAL, given).config
-    stored = json.loads(json.dumps(resolved(config)))
+    stored = json.loads(json.dumps(resolved_values(config)))
     assert load_config(stored).config == config
     assert compare_for_resume(stored, config).fixed == {}
 
@@ -166,7 +166,7 @@ def test_a_preset_is_its_type_and_values(name: str) -> None:
     preset = PRESETS[name]
     assert section.type == preset.algorithm
     assert make(section.type, section.knobs) == make(preset.algorithm, preset.knobs)
-    given = resolved(load_config(MINIMAL, [f"algorithm.preset={name}"]).config)
+    given = resolved_values(load_config(MINIMAL, [f"algorithm.preset={name}"]).config)
     assert load_config(given).config.algorithm == section
 
 
@@ -174,7 +174,7 @@ def test_a_preset_is_its_type_and_values(name: str) -> None:
 
 
 def test_a_resume_sees_what_is_free_what_is_layout_and_what_is_fixed() -> None:
-    old = resolved(load_config(MINIMAL).config)
+    old = resolved_values(load_config(MINIMAL).config)
     changes = ["training.max_steps=200", "run.threads=1", "training.learning_rate=1", "task.n=3"]
     found = compare_for_resume(old, load_config(MINIMAL, changes).config)
     assert found.free == {"training.max_steps": (100, 200)}
@@ -205,7 +205,7 @@ def test_the_view_shows_everything_and_cannot_be_written() -> None:
     seen = view(config)
     assert seen.task.words == seen["task"]["words"] == 3
     assert seen.algorithm.type == "dr_grpo"
-    assert seen == resolved(config)
+    assert seen == resolved_values(config)
     with pytest.raises(AttributeError, match="can only be read"):
         seen.task.words = 4
 

@@ -51,8 +51,8 @@ async def test_the_config_names_rewards_instead_of_the_task(tmp_path):
     task = task_of(tmp_path, OWN_AND_NAMED)
     entry = {"name": f"{tmp_path}/task.py:named", "weight": 2.0}
     config = config_of(router={"x": [entry]}, default_task="x")
-    rewarded = rollout_builder.rewarded(config, task)
-    assert rollout_builder.rewarded(config_of(), task) is task
+    rewarded = rollout_builder.with_configured_rewards(config, task)
+    assert rollout_builder.with_configured_rewards(config_of(), task) is task
     rubric = rollout_builder.task_rubric(config, rewarded, None)
     assert rubric is not None
     assert (rubric.names, rubric.weights) == (("x/named",), (2.0,))

@@ -86,7 +86,7 @@ class RemotePartsSpec:
     """A folder with the weights to serve, an adapter or a whole model, if nothing is trained."""
 
     @property
-    def sent(self) -> dict[str, Path]:
+    def folders_to_send(self) -> dict[str, Path]:
         """Folders to send to the server, by their role."""
         given = {"model": self.model, "adapter": self.adapter, "weights": self.weights}
         return {name: folder for name, folder in given.items() if folder is not None}
@@ -139,7 +139,7 @@ async def start(
     session = Session(url, transport=transport)
     try:
         await session.open(owner_of(spec))
-        for name, folder in spec.sent.items():
+        for name, folder in spec.folders_to_send.items():
             files = model_files(folder) if name == "model" else weight_files(folder)
             await session.run(session.upload(files, f"{SENT}-{name}"))
         order = Open(
@@ -148,7 +148,7 @@ async def start(
             run=spec.run,
             longest_prompt=spec.longest_prompt,
             base=spec.base,
-        ).model_copy(update={name: f"{SENT}-{name}" for name in spec.sent})
+        ).model_copy(update={name: f"{SENT}-{name}" for name in spec.folders_to_send})
         opened = PartsOpenedAnswer.model_validate(await session.call(order, ordered=True))
     except Refused as error:
         session.close()
@@ -249,9 +249,11 @@ class RemoteSampler:
 
     async def _load(self, policy: Policy, there: str) -> None:
         try:
-            self._fingerprint = await self._session.called(Load(policy=replace(policy, path=there)))
+            self._fingerprint = await self._session.call_in_thread(
+                Load(policy=replace(policy, path=there))
+            )
         except PolicyMismatchError:  # the server has loaded the weights all the same
-            self._fingerprint = await self._session.called(Fingerprint())
+            self._fingerprint = await self._session.call_in_thread(Fingerprint())
             raise
 
 
@@ -318,7 +320,7 @@ class RemoteLearner(VerbLearner):
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. Raises StoreError if the local files cannot be written."""
-        with atomic_files.explained(Path(folder)):
+        with atomic_files.explaining_disk_errors(Path(folder)):
             self._session.now(self._save(Path(folder)))
 
     def load(self, folder: str) -> None:
@@ -329,10 +331,10 @@ class RemoteLearner(VerbLearner):
 
     async def _publish(self, version: int) -> Policy:
         policy = _POLICY.validate_python(
-            await self._session.called(Publish(version=version), ordered=True)
+            await self._session.call_in_thread(Publish(version=version), ordered=True)
         )
         folder = publications.version_folder(self._publish_folder, version)
-        with atomic_files.explained(folder):
+        with atomic_files.explaining_disk_errors(folder):
             await self._fetch_files(policy.path, folder)
         self._published[str(folder)] = Published(policy.path, stamp_of(folder))
         for old in publications.remove_old(self._publish_folder, version, self._keep):
@@ -348,12 +350,12 @@ class RemoteLearner(VerbLearner):
 
     async def _save(self, folder: Path) -> None:
         there = self._session.new_folder("state")
-        await self._session.called(SaveState(folder=there), ordered=True)
+        await self._session.call_in_thread(SaveState(folder=there), ordered=True)
         await self._fetch_files(there, folder)
         await self._session.forget(there)
 
     async def _load(self, folder: Path) -> None:
         there = self._session.new_folder("state")
         await self._session.upload(weight_files(folder), there)
-        await self._session.called(LoadState(folder=there), ordered=True)
+        await self._session.call_in_thread(LoadState(folder=there), ordered=True)
         await self._session.forget(there)

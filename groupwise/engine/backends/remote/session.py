@@ -157,11 +157,11 @@ class Session(RequestThread):
 
         Cancelling the wait cancels the call. Raises the server's error, and ClientError.
         """
-        return await self.run(self.called(do, ordered=ordered))
+        return await self.run(self.call_in_thread(do, ordered=ordered))
 
     def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
         """Like `call`, for code that is not async."""
-        return self.now(self.called(do, ordered=ordered))
+        return self.now(self.call_in_thread(do, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
         """A new name for a folder of the session on the server."""
@@ -169,7 +169,7 @@ class Session(RequestThread):
 
     # --- within the thread ------------------------------------------------------------------------
 
-    async def called(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    async def call_in_thread(self, do: AnyVerb, *, ordered: bool = False) -> Any:
         """Like `call`, for code that already runs in the thread."""
         number, after = next(self._numbers), None
         if ordered:

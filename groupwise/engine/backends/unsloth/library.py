@@ -34,7 +34,7 @@ FIRST = "default"
 """The name that peft gives an adapter by default."""
 
 
-def installed() -> str:
+def installed_version() -> str:
     """The installed version of Unsloth. Raises UsageError with advice if it is not installed."""
     try:
         found = version("unsloth")
@@ -50,7 +50,7 @@ def installed() -> str:
 
 def ready() -> None:
     """Import Unsloth, before transformers if that is still possible. Raises UsageError if it cannot be used."""
-    installed()
+    installed_version()
     if "unsloth" not in sys.modules and "transformers" in sys.modules:
         logger.warning(
             "transformers was imported before Unsloth, which then cannot replace all that it would: slower, and more memory is needed. "
@@ -78,12 +78,12 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
     from transformers import GenerationConfig
 
     from groupwise.engine.models.plan import prompt_room
-    from groupwise.engine.models.tokenizer import explained, resolve
+    from groupwise.engine.models.tokenizer import explaining_errors, resolve
     from groupwise.engine.models.transformers_log import quiet
 
     resolved = resolve(config)
     room = prompt_room(config, 0)
-    with quiet(), explained(config, resolved, "model"), _contain_output():
+    with quiet(), explaining_errors(config, resolved, "model"), _contain_output():
         model, _ = _fast().from_pretrained(
             model_name=resolved.location,
             revision=config.revision,

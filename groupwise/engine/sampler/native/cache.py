@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.engine.models.footprint import grown
+from groupwise.engine.models.footprint import grown_room
 from groupwise.engine.models.native.facts import LANES, ROWS, STRETCH, multiple
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import Prompt, Row
@@ -77,7 +77,7 @@ class OwnCache:
         if rows <= self.rows and length <= self.length:
             return
         rows = max(self.rows, multiple(rows, ROWS))
-        length = grown(self.length, length) if length > self.length else self.length
+        length = grown_room(self.length, length) if length > self.length else self.length
         layers, used, blocks, size, _ = self.keys_LBKDS.shape
         heads = rows * self._kv_heads
         keys = self.keys_LBKDS.new_zeros(layers, heads, length // STRETCH, size, STRETCH)

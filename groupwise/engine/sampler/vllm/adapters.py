@@ -49,7 +49,7 @@ class Shared:
         run, name = Path(policy.path).parent.name, adapter_name(policy)
         target = self.here / run / name
         building = target.with_name(f".building-{name}")
-        with atomic_files.explained(target):
+        with atomic_files.explaining_disk_errors(target):
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(policy.path, building)

@@ -181,9 +181,9 @@ class VllmSampler:
         except EndpointError as error:
             if not error.may_pass:
                 raise
-            server.failed(error)
+            server.note_failure(error)
         else:
-            server.answered()
+            server.note_answer()
 
     async def _ready(self, server: Server, served: Served) -> None:
         async with server.preparing:

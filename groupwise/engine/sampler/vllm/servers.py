@@ -74,13 +74,13 @@ class Server:
             self._clients = {loop: (client, asyncio.Lock())}
         return self._clients[loop]
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Record that the server answers."""
         if self.failures:
             logger.info("%s answers again", self.url)
         self.failures, self.alone_until = 0, -math.inf
 
-    def failed(self, error: EndpointError) -> None:
+    def note_failure(self, error: EndpointError) -> None:
         """Pause the server, and mark it as not prepared: another process may have been started at its address."""
         self.ready = None
         if self.timing.clock() < self.alone_until:
@@ -125,12 +125,12 @@ class Servers:
             except EndpointError as error:
                 if not error.may_pass:
                     raise
-                server.failed(error)
+                server.note_failure(error)
                 until, last = min(until, self._timing.clock() + self._patience), error
                 if self._timing.clock() >= until:
                     raise self._given_up(last) from None
             else:
-                server.answered()
+                server.note_answer()
                 return found
             finally:
                 server.load -= 1

@@ -46,7 +46,7 @@ from groupwise.jobs.fleet.attempts.launching import (
     files_of,
     launch_of,
     resume_of,
-    timed,
+    with_machine_time,
 )
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
 from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Watch, Watches
@@ -173,7 +173,7 @@ class _Fetching:
         """True if there is something to fetch and no task is fetching it."""
         return self.there != self.here and (self.task is None or self.task.done())
 
-    async def ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait until the running task has ended, with or without success."""
         if self.task is not None:
             await asyncio.wait([self.task])
@@ -448,7 +448,7 @@ class Drive:
             deadman_over=self._deadman_is_over(row, m),
             drained=not m.machine.takes_new,
             released=m.released,
-            abandoned=m.abandoned,
+            abandoned=m.is_abandoned,
             gpu_problems=m.gpu_problems,
         )
         monitor = self._monitors.get(m.rank)
@@ -585,7 +585,7 @@ class Drive:
 
         async def tell(runner: Runner, _: MemberRow) -> MemberState:
             try:
-                return await runner.launch(await timed(launch, runner))
+                return await runner.launch(await with_machine_time(launch, runner))
             except RunnerRefused as error:
                 refused.append(error)
                 return await runner.status(row.job_id, row.epoch)
@@ -717,9 +717,9 @@ class Drive:
         if last is None:
             return
         try:
-            await monitor.log.ended()
+            await monitor.log.wait_until_ended()
             await self._deps.logs.catch_up(part, last.log_size)
-            await monitor.checkpoints.ended()
+            await monitor.checkpoints.wait_until_ended()
             if last.checkpoints:
                 await self._deps.checkpoints.mirror(part)
             found = await self._deps.collector.collect(part)
@@ -778,10 +778,10 @@ class Drive:
                 continue
             part, last = self._part(row, member), monitor.last
             try:
-                await monitor.log.ended()
+                await monitor.log.wait_until_ended()
                 if last.log_size:
                     await self._deps.logs.catch_up(part, last.log_size)
-                await monitor.checkpoints.ended()
+                await monitor.checkpoints.wait_until_ended()
                 if last.checkpoints:
                     await self._deps.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:

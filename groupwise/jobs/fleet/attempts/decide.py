@@ -29,7 +29,7 @@ from typing import Any
 from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.jobs.hosts.answers import ExitReason, ExitRecord
-from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
+from groupwise.jobs.hosts.failures import FailureClass, classify, has_succeeded
 
 DEADMAN_MARGIN = 60.0
 """Seconds beyond its timeout after which a runner's deadman has ended a job for certain: its clock started before ours."""
@@ -107,7 +107,7 @@ class MemberView:
     """Problems that its machine reports about the GPUs that it holds."""
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         """True if nothing more will be heard of it. A machine that answers is not gone, even if it was declared lost."""
         return (self.lost or self.deadman_over) and self.reading in SILENT
 
@@ -236,7 +236,7 @@ def _launching(view: View) -> tuple[Effect, ...]:
 def _launch_given_up(view: View) -> Move | None:
     """The end of an attempt whose launch must not continue; None: it continues."""
     ran = any(m.reading in BEGUN for m in view.members)
-    if gone_members := [m for m in view.members if m.gone]:
+    if gone_members := [m for m in view.members if m.is_gone]:
         return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone_members[0]))
     if view.cancel_requested:
         outcome = Outcome.CANCELLED if ran else Outcome.VOID
@@ -290,14 +290,14 @@ def _running(view: View) -> tuple[Effect, ...]:
 def _has_failed(member: MemberView) -> bool:
     """True if the member cannot continue, which ends the gang; a member that has succeeded does not end it."""
     if member.reading is Reading.EXITED:
-        return member.exit is None or not succeeded(member.exit)
-    return member.lost or member.gone or member.reading not in _MAY_GO_ON
+        return member.exit is None or not has_succeeded(member.exit)
+    return member.lost or member.is_gone or member.reading not in _MAY_GO_ON
 
 
 def _lost_while_running(view: View) -> Move:
     """The end of an attempt that ran but has members without an exit record."""
     missing = [m for m in view.members if m.reading is not Reading.EXITED]
-    gone_members = [m for m in missing if m.gone]
+    gone_members = [m for m in missing if m.is_gone]
     rebooted = [m for m in missing if m.reading is Reading.REBOOTED]
     if gone_members:
         failure, member = FailureClass.HOST_LOST, gone_members[0]
@@ -309,7 +309,7 @@ def _lost_while_running(view: View) -> Move:
 
 
 def _collecting(view: View) -> tuple[Effect, ...]:
-    if waiting := [m for m in view.members if not m.collected and not m.gone]:
+    if waiting := [m for m in view.members if not m.collected and not m.is_gone]:
         return tuple(Collect(m.rank) for m in waiting if m.reading not in SILENT)
     end = _result(view)
     if end.outcome is Outcome.CANCELLED:
@@ -361,7 +361,7 @@ def _still(view: View, member: MemberView) -> bool:
     An exit record proves that the command has ended, but before a cancellation is acknowledged its child processes must be gone too. A
     folder that has disappeared, or says `voided` after the attempt had started, proves nothing about processes.
     """
-    if member.gone or member.reading is Reading.REBOOTED:
+    if member.is_gone or member.reading is Reading.REBOOTED:
         return True
     if member.reading is Reading.EXITED:
         return not view.cancel_requested or member.quiet is True
@@ -393,7 +393,7 @@ def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
 
 def _result(view: View) -> Move:
     """The end of an attempt whose members all left an exit record."""
-    failing = [m for m in view.members if m.exit is None or not succeeded(m.exit)]
+    failing = [m for m in view.members if m.exit is None or not has_succeeded(m.exit)]
     if not failing:
         if unfetched := [m for m in view.members if not m.collected]:
             because = (
@@ -441,7 +441,7 @@ def _end(
 def _at_fault(members: Sequence[MemberView]) -> MemberView:
     """The member that caused the failure; rank 0 if that is unknown."""
     for member in members:
-        if member.gone or member.rejected or member.reading in {Reading.REFUSED, Reading.LOST}:
+        if member.is_gone or member.rejected or member.reading in {Reading.REFUSED, Reading.LOST}:
             return member
     return members[0]
 
@@ -483,7 +483,7 @@ def _gone_because(member: MemberView) -> str:
 
 
 def _lost_because(member: MemberView) -> str:
-    if member.gone:
+    if member.is_gone:
         return _gone_because(member)
     if member.reading is Reading.REBOOTED:
         return f"{member.vm_id} has booted since"

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.attempts.decide import Move
-from groupwise.jobs.fleet.attempts.records import guarded, job_of, members_of
+from groupwise.jobs.fleet.attempts.records import job_of, locked_attempt, members_of
 from groupwise.jobs.fleet.queue import requeue_pending
 from groupwise.jobs.fleet.queue.failures import JobFacts, Verdict, after_end
 from groupwise.jobs.fleet.queue.request import Beyond
@@ -60,7 +60,7 @@ REFUSED = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})
 @in_steps
 def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> Steps:
     """End the attempt and write its job's next status. Idempotent."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     if attempt.state == AttemptState.ENDED:
         return
     job = job_of(session, attempt)
@@ -340,7 +340,7 @@ def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> 
 @in_steps
 def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     """Close the member's reservations: its machine was seen to hold nothing of it."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank))
     member.released = True
@@ -352,7 +352,7 @@ def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
 @in_steps
 def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     """Close the member's reservations without looking: an operator has declared its machine lost."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank), populate_existing=True)
     member.handle = {**member.handle, "abandoned": True}

@@ -49,7 +49,7 @@ def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
     return member.machine.engine.engine(resources, from_json(row.spec).limits)
 
 
-async def timed(launch: Launch, runner: Runner) -> Launch:
+async def with_machine_time(launch: Launch, runner: Runner) -> Launch:
     """Add the machine's present time, from which the deadman counts: a request that arrives after the timeout starts nothing."""
     if launch.deadman is None:
         return launch

@@ -119,7 +119,7 @@ class MemberRow:
         return bool(self.handle.get("elsewhere"))
 
     @property
-    def abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
         """True if its reservations were closed without looking, because its machine was declared lost."""
         return bool(self.handle.get("abandoned"))
 
@@ -342,7 +342,7 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | Non
     return {vm_id: (boot, contact == Contact.OK) for vm_id, boot, contact in rows}
 
 
-def known(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
+def known_jobs(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
     """The jobs that a machine reports, as the database knows them."""
     found: dict[str, Known] = {}
     here = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
@@ -411,7 +411,7 @@ def _open() -> ColumnElement[bool]:
     return or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
 
 
-def guarded(session: Session, epoch: int, owner: str) -> Attempt:
+def locked_attempt(session: Session, epoch: int, owner: str) -> Attempt:
     """Lock and return the attempt's row if it is this owner's; else raise Stale."""
     locked: dict[int, Attempt] = session.info.get(_LOCKED, {})
     attempt = locked.get(epoch) or session.scalar(_GUARDED, {"epochs": [epoch]})
@@ -479,7 +479,7 @@ def members_of(session: Session, epoch: int) -> Sequence[Member]:
 
 def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
     """Write the next state, except the last (`ending.end`). Safe to repeat."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     if attempt.state == to:
         return
     before, attempt.state = attempt.state, to
@@ -509,7 +509,7 @@ _LAUNCHES = (
 
 def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
     """Record a runner's report about a member."""
-    guarded(session, epoch, owner)
+    locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
     waits = waits_for(state)
@@ -528,7 +528,7 @@ def waits_for(state: MemberState) -> str | None:
 
 def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:
     """Record the deadman timeout before the first launch request is sent."""
-    guarded(session, epoch, owner)
+    locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.handle = {**member.handle, "deadman": deadman}
 
@@ -541,7 +541,7 @@ def contact(
     `elsewhere`: a runner answers, but from another root folder than the one in which the attempt started, so nothing is known about it
     either. An attempt is unreachable from the moment when the first of its members is.
     """
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     if (silent, elsewhere) == ("silent_since" in member.handle, "elsewhere" in member.handle):
         return
@@ -568,7 +568,7 @@ def contact(
 
 def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
     """Mark an attempt as stuck for a reason that is not the job's; the operator is alerted once for each reason."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     if member.handle.get("stuck") == why:
         return
@@ -584,7 +584,7 @@ def not_mirrored(
 ) -> None:
     """Record that a checkpoint could not be fetched. The operator is alerted once, until one arrives again: at once if it can never be
     fetched, but if it was deleted before it was fetched (`gone`), only after GONE_IN_A_ROW failures in a row."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
     tell = not gone or in_a_row >= GONE_IN_A_ROW
@@ -596,7 +596,7 @@ def not_mirrored(
         )  # fmt: skip
 
 
-def mirrored(session: Session, epoch: int, rank: int) -> None:
+def note_mirrored(session: Session, epoch: int, rank: int) -> None:
     """A checkpoint has arrived, so earlier failures no longer matter. The attempt's row is locked."""
     member = session.get_one(Member, (epoch, rank))
     if "missed" in member.handle:
@@ -608,7 +608,7 @@ def leaking(
     session: Session, epoch: int, owner: str, rank: int, holders: Sequence[Mapping[str, Any]]
 ) -> None:
     """The machine still holds resources of an ended attempt. The operator is alerted once, and these resources are not used."""
-    attempt = guarded(session, epoch, owner)
+    attempt = locked_attempt(session, epoch, owner)
     if attempt.state != AttemptState.ENDED or attempt.cleanup == Cleanup.LEAKING:
         return
     before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING

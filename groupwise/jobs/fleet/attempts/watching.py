@@ -192,12 +192,12 @@ class Watches:
             watch.add(listener)
         return watch
 
-    def seen(self, vm_id: str) -> None:
+    def note_answer(self, vm_id: str) -> None:
         """The machine answers other requests: end the pause before the next poll."""
         if watch := self._by_machine.get(vm_id):
             watch.seen.set()
 
-    def ended(self, vm_id: str, watch: Watch) -> None:
+    def note_end(self, vm_id: str, watch: Watch) -> None:
         """The watch has ended; if it crashed and still has listeners, a new one starts."""
         if self._by_machine.get(vm_id) is not watch:
             return

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.records import guarded
+from groupwise.jobs.fleet.attempts.records import locked_attempt
 from groupwise.jobs.fleet.files.folders import folder_name
 from groupwise.jobs.fleet.store.tables import Member
 from groupwise.jobs.hosts.driver import PIECE
@@ -173,7 +173,7 @@ class LogMirror:
 
 
 def _report(session: Session, part: Part, offset: int) -> None:
-    guarded(session, part.epoch, part.owner)
+    locked_attempt(session, part.epoch, part.owner)
     session.get_one(Member, (part.epoch, part.rank)).log_offset = offset
 
 

@@ -32,7 +32,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.controller import Part
 from groupwise.jobs.fleet.attempts.effects import Gateway
-from groupwise.jobs.fleet.attempts.records import guarded, mirrored, not_mirrored
+from groupwise.jobs.fleet.attempts.records import locked_attempt, not_mirrored, note_mirrored
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import seconds
@@ -189,8 +189,8 @@ class CheckpointMirror:
 
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
     """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
-    guarded(session, part.epoch, part.owner)
-    mirrored(session, part.epoch, part.rank)
+    locked_attempt(session, part.epoch, part.owner)
+    note_mirrored(session, part.epoch, part.rank)
     session.merge(
         Checkpoint(
             job_id=part.job_id,

@@ -398,13 +398,13 @@ class Pip:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                text = self.redacted(line.decode("utf-8", "replace").rstrip())
+                text = self.redact(line.decode("utf-8", "replace").rstrip())
                 if text:
                     log("  " + text)
                     last_lines.append(text)
         return process.wait(), list(last_lines)
 
-    def redacted(self, line: str) -> str:
+    def redact(self, line: str) -> str:
         """The line with passwords and secret values hidden."""
         for value in self.hidden:
             line = line.replace(value, "****")

@@ -251,7 +251,7 @@ def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState
                 bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
     there = (each for each in seen.attempts if each.lives or each.may_begin)
     living = [*there, *bare.values()]
-    known = records.known(session, vm_id, {e.job for e in living}) if living else {}
+    known = records.known_jobs(session, vm_id, {e.job for e in living}) if living else {}
     found: list[MemberState] = []
     for each in living:
         reading, left = Reading(each.state), each.survivors or 0

@@ -144,7 +144,7 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
     """
     actor = f"dispatcher:{owner}"
     requeue_pending.lock_marking(session)
-    with events.gathered(session):
+    with events.gathering(session):
         _let_wait_for_jobs(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False

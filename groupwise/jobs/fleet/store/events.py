@@ -148,7 +148,7 @@ _APPEND = insert(_TABLE).values(at=clock()).returning(_TABLE.c.event_id)
 
 
 @contextmanager
-def gathered(session: Session) -> Generator[None, None, None]:
+def gathering(session: Session) -> Generator[None, None, None]:
     """Collect the events appended within the block, and write them at its end, in one statement and in the same order."""
     later: list[dict[str, Any]] = []
     session.info[_LATER] = later

@@ -288,7 +288,7 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     found = find.jobs(session, actor, ids, lock=True)
     refused: dict[str, Refusal] = {}
     changed: Counter[str] = Counter()
-    with requeue_pending.woken_once(session), events.gathered(session), at_one_moment(session):
+    with requeue_pending.woken_once(session), events.gathering(session), at_one_moment(session):
         for job in sorted(found.values(), key=lambda each: (each.project, each.job_id)):
             try:
                 change.to_each(session, actor, job, changed[job.project])

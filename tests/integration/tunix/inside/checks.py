@@ -61,7 +61,7 @@ def _adapted(folder: str) -> Adapted:
 def _recorded(adapted: Adapted, factors: Any) -> dict[str, Any]:
     """Inputs and output of each weight, for random tokens."""
     seen: dict[str, Any] = {}
-    model = adapted.merged(factors, adapted.base)
+    model = adapted.with_factors(factors, adapted.base)
     head.taken_off(model)
     kinds = {type(each) for _, each in model.iter_modules() if hasattr(each, "w")} | {nnx.Linear}
     own = {kind: kind.__call__ for kind in kinds}
@@ -129,7 +129,7 @@ def logits(folder: str) -> dict[str, list[float]]:
     (first, _), *_ = sampler.Sampler(adapted, factors, 2, 24).generate([request])
     row = Row(prompt, first.token_ids, (1,) * 4, first.logprobs, 0.0, 1.0, 1.0, (0, 0))
     (batch,) = forward.cut([row], 24, 24, 1)
-    model = adapted.merged(factors, adapted.base)
+    model = adapted.with_factors(factors, adapted.base)
     jax.block_until_ready(jax.jit(forward.numbers)(model, batch.sequences(102)))
     jax.effects_barrier()
     sampler._draw, head._numbers = drawn, numbers

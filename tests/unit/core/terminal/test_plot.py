@@ -11,7 +11,7 @@ from groupwise.core.terminal.plot import (
     Series,
     svg_curve,
     terminal_curve,
-    thinned,
+    thin_out,
     with_mean,
 )
 
@@ -70,7 +70,7 @@ class TestSmall:
         self, values: list[float], most: int
     ) -> None:
         points = list(zip(map(float, range(len(values))), values, strict=True))
-        found = thinned(points, most)
+        found = thin_out(points, most)
         assert len(found) <= most
         assert list(found) == sorted(set(found))
         assert set(found) <= set(points)

@@ -19,7 +19,9 @@ from tests.web_runs import add_step, write_run
 
 
 def names(index: RunsIndex) -> dict[str, tuple[str | None, int]]:
-    return {each.info.name: (each.info.state, each.info.steps) for each in index.known(10.0).runs}
+    return {
+        each.info.name: (each.info.state, each.info.steps) for each in index.all_runs(10.0).runs
+    }
 
 
 def test_only_what_has_changed_is_read_again(
@@ -61,10 +63,10 @@ def test_what_cannot_be_read_is_listed_last(tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "run.db").write_bytes(os.urandom(5000))
     os.mkdir(os.fsencode(tmp_path) + b"/caf\xe9")
-    found = RunsIndex(tmp_path).known(10.0).runs
+    found = RunsIndex(tmp_path).all_runs(10.0).runs
     assert [each.info.name for each in found] == ["fine", "caf\ufffd", "empty", "odd"]
     assert [bool(each.info.broken) for each in found] == [False, True, True, True]
-    assert RunsIndex(tmp_path / "nowhere").known().runs == ()
+    assert RunsIndex(tmp_path / "nowhere").all_runs().runs == ()
 
 
 def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_one_folder_that_cannot_be_read_hides_no_other(
 
     monkeypatch.setattr(Path, "is_file", forbidden)
     monkeypatch.setattr(module, "run_info_and", odd)
-    found = {each.info.name: each.info.broken for each in RunsIndex(tmp_path).known(10.0).runs}
+    found = {each.info.name: each.info.broken for each in RunsIndex(tmp_path).all_runs(10.0).runs}
     assert (found["c"], found["d"]) == (None, None)
     assert "Permission denied" in (found["a"] or "")
     assert found["b"] == "RuntimeError: nobody thought of this"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from groupwise.core.errors import UsageError
-from groupwise.core.processes.frames import framed
+from groupwise.core.processes.frames import add_frame
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed import handshake, peer
 from groupwise.engine.distributed.handshake import (
@@ -134,7 +134,7 @@ def sealed() -> tuple[Seal, Seal]:
 
 def sent(seal: Seal, message: object) -> bytes:
     data = pickle.dumps(message)
-    return framed(seal.code(data) + data)
+    return add_frame(seal.code(data) + data)
 
 
 class Spoils:
@@ -151,7 +151,7 @@ def test_what_the_other_end_has_not_sent_so_is_never_unpickled(what: str) -> Non
     ours, theirs = sealed()
     first, second = sent(ours, "first"), sent(ours, Spoils())
     wires = {
-        "made up": [framed(b"x" * 32 + pickle.dumps(Spoils()))],
+        "made up": [add_frame(b"x" * 32 + pickle.dumps(Spoils()))],
         "changed": [first[:-2] + b"x."],
         "repeated": [first, first],
         "left out": [second],

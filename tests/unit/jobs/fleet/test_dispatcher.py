@@ -566,7 +566,7 @@ async def test_a_dispatcher_that_was_stopped_past_its_lease_launches_late(
             await fleet.until(fleet.has("job", "cancelled" if cancelled else "completed"))
             await fleet.until(fleet.is_clean)
             opened.set()
-            await fleet.until(lambda: not asleep.driven)
+            await fleet.until(lambda: not asleep.driven_epochs)
     fleet.check_history()
     assert [a.owner for a in fleet.attempts("job")] == ["awake"]
 
@@ -608,7 +608,7 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
     def has_let_go() -> bool:
         """Its lease has run out, also where one was under way when the database went."""
         dispatcher._mine_until = 0.0  # pyright: ignore[reportPrivateUsage]
-        return not dispatcher.driven
+        return not dispatcher.driven_epochs
 
     async with running(dispatcher):
         fleet.submit("job")
@@ -619,7 +619,7 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
         assert fleet.rack.running() != []
         fleet.expire_leases()
         away = False
-        await fleet.until(lambda: bool(dispatcher.driven))
+        await fleet.until(lambda: bool(dispatcher.driven_epochs))
         fleet.cancel("job")
         await over(fleet, "job", "cancelled")
 

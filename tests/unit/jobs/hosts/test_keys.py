@@ -13,7 +13,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.keys import (
     Alias,
     key_of,
-    known,
+    known_host_key,
     parse,
     resolve_alias,
     signatures,
@@ -140,7 +140,7 @@ def test_the_best_key_that_was_not_revoked_is_known_by_name_by_port_and_hashed(
     file = tmp_path / "known_hosts"
 
     def looked_up(host: str, port: int = 22) -> str | None:
-        found = known(host, port, [str(file)])
+        found = known_host_key(host, port, [str(file)])
         return None if found is None else str(found)
 
     assert looked_up("box") is None, "there is no file"

@@ -30,7 +30,7 @@ class Client:
         self.task = asyncio.create_task(self._ask(room, draws, limit))
 
     async def _ask(self, room: Admission, draws: Sequence[int | None], limit: float) -> None:
-        async with room.admitted(draws, limit, "somebody") as self.draws:
+        async with room.admit(draws, limit, "somebody") as self.draws:
             await self._left.wait()
 
     async def leave(self) -> None:
@@ -86,7 +86,7 @@ async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
 async def told(room: Admission, draws: Sequence[int | None], limit: float = TIMEOUT_S) -> Refusal:
     """What is said to somebody who is not let in."""
     with pytest.raises(Refusal) as refused:
-        async with room.admitted(draws, limit, "somebody"):
+        async with room.admit(draws, limit, "somebody"):
             raise AssertionError("there was no room")
     return refused.value
 
@@ -126,7 +126,7 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
 async def test_a_request_that_fails_or_is_given_up_leaves_its_room_to_others() -> None:
     room = admission(size=1, staleness=0)
     with pytest.raises(OSError, match="sampling failed"):
-        async with room.admitted([None], TIMEOUT_S, "somebody"):
+        async with room.admit([None], TIMEOUT_S, "somebody"):
             raise OSError("sampling failed")
     one = Client(room, [None])
     await settled()

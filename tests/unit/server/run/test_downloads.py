@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from groupwise.server.routes import models
-from groupwise.server.run.downloads import CHUNK, OpenFile, OpenVersion, zipped
+from groupwise.server.run.downloads import CHUNK, OpenFile, OpenVersion, zip_pieces
 from tests.processes import wait_until_async
 from tests.unit.server.fake_service import FakeService
 from tests.unit.server.http_client import app_of, listening
@@ -44,7 +44,9 @@ async def test_the_zip_file_holds_what_the_files_hold_also_where_they_are_delete
     with closing(version_of(*(tmp_path / name for name in contents))) as version:
         for name in contents:
             (tmp_path / name).unlink()
-        archive = zipfile.ZipFile(io.BytesIO(b"".join([each async for each in zipped(version)])))
+        archive = zipfile.ZipFile(
+            io.BytesIO(b"".join([each async for each in zip_pieces(version)]))
+        )
     assert archive.testzip() is None
     assert {name: archive.read(name) for name in archive.namelist()} == contents
 
@@ -56,7 +58,7 @@ async def test_a_large_file_passes_through_in_little_memory(sparse: Path) -> Non
     try:
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
-        async for piece in zipped(version):
+        async for piece in zip_pieces(version):
             size += len(piece)
         most = tracemalloc.get_traced_memory()[1] - before
     finally:

@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any],
     translate.forward_of(request)
     change(request)
     with pytest.raises(UsageError, match=message):
-        translate.forward_of(translate.parsed(request.SerializeToString()))
+        translate.forward_of(translate.parse_forward_backward(request.SerializeToString()))
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
@@ -148,7 +148,7 @@ def test_targets_are_the_tokens_that_follow() -> None:
     with pytest.raises(UsageError, match=r"'target_tokens'\]\[1\] is 9"):
         translate.forward_of(request)
     with pytest.raises(UsageError, match="no protobuf message"):
-        translate.parsed(b"\xff\xff\xff")
+        translate.parse_forward_backward(b"\xff\xff\xff")
 
 
 def test_outputs() -> None:
@@ -178,7 +178,7 @@ def test_samples(last: int | None, expected: list[float | None]) -> None:
         (-0.5, -0.25),
     )
     message = messages().SampleResponse()
-    message.ParseFromString(translate.sampled(drawn, 3, last))
+    message.ParseFromString(translate.sample_response(drawn, 3, last))
     assert [struct.unpack(f"<{len(s.tokens) // 4}i", s.tokens) for s in message.sequences] == [
         (3, 0),
         (3,),

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from groupwise.core.reward_call.request import GroupScore, MemberScore, unscored
+from groupwise.core.reward_call.request import GroupScore, MemberScore, unscored_group
 from groupwise.tasks.rewards.rubric import Rubric
 
 
@@ -189,7 +189,7 @@ class Scorer:
     async def score(self, request, started):
         names = request.columns["functions"][0]
         if names == ("miscounts",):
-            return unscored(1, "scored", "")
+            return unscored_group(1, "scored", "")
         if names == ("gives_what_cannot_be_written",):
             notes = {"value": object(), "half": "\ud83d"}
             member = MemberScore("scored", notes=notes)

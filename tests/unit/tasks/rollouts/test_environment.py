@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from groupwise.core.reward_call.request import GroupScore, MemberScore, unscored
+from groupwise.core.reward_call.request import GroupScore, MemberScore, unscored_group
 from groupwise.core.reward_call.text import completion_text
 from groupwise.core.types import Group, MaskedTokens, RewardPart, Rollout, RolloutCredit
 from groupwise.tasks.environment import Step
@@ -411,7 +411,7 @@ class Answers:
                     for r in self.rewards
                 )
             )
-        return unscored(len(request.completions), "failed", NO_REWARD)
+        return unscored_group(len(request.completions), "failed", NO_REWARD)
 
 
 async def test_rewards_by_turn_and_for_the_whole_add_up():

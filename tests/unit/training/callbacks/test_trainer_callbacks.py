@@ -56,11 +56,13 @@ class Told:
 
     async def evaluate(self, **metrics: float) -> None:
         step = self.run.step
-        await self.callbacks.evaluated(EvaluationRecord(step, f"step-{step}", "toy", metrics))
+        await self.callbacks.announce_evaluation(
+            EvaluationRecord(step, f"step-{step}", "toy", metrics)
+        )
 
     async def save(self) -> None:
         self.run.saved_step = self.run.step
-        await self.callbacks.saved()
+        await self.callbacks.announce_checkpoint()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.findings import Finding, Report
-from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest, unscored
+from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest, unscored_group
 from groupwise.training.checks import check as module
 from groupwise.training.checks.check import check
 
@@ -114,7 +114,7 @@ class Hanging:
         self.calls += 1
         count = len(request.completions)
         if self.calls not in self.answered:
-            return unscored(count, "timed_out", "the call took longer than 30 s")
+            return unscored_group(count, "timed_out", "the call took longer than 30 s")
         return GroupScore(tuple(MemberScore("scored", None, 1.0) for _ in range(count)))
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from groupwise.training.checks.check_data import (
     check_dataset,
     check_overlap,
     first_prompts,
-    written,
+    prompt_as_text,
 )
 
 TOKENIZER = FakeTokenizer()
@@ -65,4 +65,4 @@ def test_prompts_are_rendered_with_their_special_tokens():
         "x",
     ]
     assert first_prompts(examples(chat), None, 2) == ["[user] hi"]
-    assert written("x") == "x"
+    assert prompt_as_text("x") == "x"

@@ -31,7 +31,7 @@ def draft(*overrides: str, kind: str = "rl") -> Draft:
 
 
 def values(chosen: Draft, *keys: str) -> tuple[object, ...]:
-    config = chosen.loaded().config.model_dump()
+    config = chosen.load().config.model_dump()
     return tuple(config[section][key] for section, key in (name.split(".") for name in keys))
 
 
@@ -55,7 +55,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
     """From the first draft on, since it is loaded before anything is measured."""
     chosen = draft(*words.split("; "))
     choose_beside_given(chosen)
-    chosen.loaded()
+    chosen.load()
     choose_step(chosen, "cpu", 2)
     choose_lengths(chosen, 40, "measured", (64, "wanted"), 4096)
     fit_time(chosen, lambda: 2 * MAX_STEP_SECONDS)
@@ -79,7 +79,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
 def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
     chosen = draft(*words, kind=kind)
     choose_trained(chosen, parameters)
-    config = chosen.loaded().config
+    config = chosen.load().config
     assert (config.lora is None, config.training.learning_rate) == (full, rate)
 
 

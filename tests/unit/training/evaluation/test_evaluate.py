@@ -22,7 +22,7 @@ from groupwise.training.evaluation.evaluate import (
     EvalResult,
     HeldOut,
     answer_held_out,
-    compared,
+    compare_before_after,
 )
 
 TOKENIZER = FakeTokenizer()
@@ -159,12 +159,12 @@ async def test_before_and_after_are_compared_prompt_by_prompt():
     good.table[1] = 6.0
     before = await answers(asked(), scorer=CountingScorer({(0, 0), (0, 1)}))
     after = await answers(asked(), good)
-    found = compared(before, after)
+    found = compare_before_after(before, after)
     assert found["prompts"] == 2, "those that both have"
     assert found["rises"]
     wanted = sum(after.rewards[key] - before.rewards[key] for key in (11, 12)) / 2
     assert found["change"]["value"] == pytest.approx(wanted)
-    assert not compared(after, after)["rises"]
+    assert not compare_before_after(after, after)["rises"]
     assert found["after"].keys() == after.metrics.keys()
     assert found["after"]["reward"].keys() == {"value", "low", "high"}
     lengths = {"value": after.metrics["completions/mean_length"]}

@@ -31,7 +31,7 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.config import TrainingConfig
-from groupwise.training.loops.learning import Learned, learn, noted
+from groupwise.training.loops.learning import Learned, learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
 
 MAX_TOKENS = 10
@@ -230,7 +230,7 @@ def said(groups: Sequence[Group], learned: Learned, name: str) -> list[list[Any]
     weights = make(name, {}).weights(groups)
     return [
         [each.learner_logprobs for rollout in group.rollouts for each in rollout.segments]
-        for group in noted(groups, weights, learned)
+        for group in with_learner_results(groups, weights, learned)
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from groupwise.core.types import Example, Group
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.training.loops.learning import parts
-from groupwise.training.loops.schedules import choose, filled
+from groupwise.training.loops.schedules import choose, fill_step
 
 FRESH = dict.fromkeys(range(6), 0)
 FOUR = dict.fromkeys([1, 2, 4, 5], 0)
@@ -64,7 +64,7 @@ def test_every_draw_is_trained_once_and_none_is_too_old(lag, size, steps, order)
 
 def test_rejected_groups_fill_a_step_that_found_too_few():
     groups = [Group(draw, Example(0, "x"), ()) for draw in range(5)]
-    drawn = filled(groups[:1], groups[1:], size=3)
+    drawn = fill_step(groups[:1], groups[1:], size=3)
     assert [group.draw for group in drawn.groups] == [0, 1, 2]
     assert [group.draw for group in drawn.rejected] == [3, 4]
     assert [group.draw for group in drawn.all] == [0, 1, 2, 3, 4]

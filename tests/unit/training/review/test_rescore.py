@@ -127,7 +127,7 @@ def test_rewards_that_raise_or_hang_cost_their_group_only(in_workers):
 def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, broken):
     found = judged(runs, name)
     assert (found.overall.scored, found.overall.failed, found.exit_code) == (0, 24, 1)
-    assert found.broken == ((name,) if broken else ())
+    assert found.failed_rewards == ((name,) if broken else ())
     ((reason, count),) = found.overall.reasons.items()
     assert (reason.startswith(why), count) == (True, 24)
     assert found.summary()["steps"]["1"]["reasons"] == {reason: 8}

@@ -89,7 +89,7 @@ class Adapted:
             made[name] = self._on_devices(name, value)
         return made
 
-    def merged(self, factors: Factors, base: Any) -> nnx.Module:
+    def with_factors(self, factors: Factors, base: Any) -> nnx.Module:
         """The model with these factors."""
         flat = [
             (path, place.replace(factors[name])) for name, (path, place) in self._places.items()

@@ -50,7 +50,7 @@ class Batch:
             place[start : start + len(each)] = each
         return found
 
-    def gathered(self, values_BL: Any) -> list[tuple[float, ...]]:
+    def unpad(self, values_BL: Any) -> list[tuple[float, ...]]:
         """The inverse of `spread`: the values of each row's completion tokens."""
         given = np.asarray(values_BL)
         return [
@@ -119,7 +119,7 @@ def numbers(model: Any, given: Sequences) -> Numbers:
     return numbers_of(head, hidden_BLD, given.targets, given.temperatures_B, given.withheld_V)
 
 
-def recomputed(model: Any) -> Any:
+def with_recomputation(model: Any) -> Any:
     """The model with recomputation: only the inputs of its layers are kept, and the backward pass recomputes the layers.
 
     Tunix's own way (`remat_config`) does not work with an adapter: qwix then puts the factors on no mesh, and flax refuses Llama's layers

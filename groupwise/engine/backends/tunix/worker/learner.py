@@ -38,7 +38,7 @@ from groupwise.engine.backends.tunix.worker.forward import (
     Sequences,
     cut,
     numbers,
-    recomputed,
+    with_recomputation,
 )
 from groupwise.engine.backends.tunix.worker.head import Numbers
 from groupwise.engine.backends.tunix.worker.tensors import Tensor
@@ -159,7 +159,7 @@ class Learner:
         """See `groupwise.core.types.Learner.predictions`."""
         found: list[Prediction] = [Prediction((), ())] * len(rows)
         for batch, each in self._compute_all(rows, "policy"):
-            logprobs, right = batch.gathered(each.logprobs_BL), batch.gathered(each.right_BL)
+            logprobs, right = batch.unpad(each.logprobs_BL), batch.unpad(each.right_BL)
             for index, values, hits in zip(batch.indices, logprobs, right, strict=True):
                 found[index] = Prediction(values, tuple(map(bool, hits)))
         return found
@@ -195,8 +195,8 @@ class Learner:
         ]
 
     def _numbers(self, factors: Factors, base: Any, given: Sequences) -> Numbers:
-        model = self.adapted.merged(factors, base)
-        return numbers(recomputed(model) if self._remat else model, given)
+        model = self.adapted.with_factors(factors, base)
+        return numbers(with_recomputation(model) if self._remat else model, given)
 
     def _gradient_of(self, spec: LossSpec) -> Any:
         """The gradient function of a loss, compiled once for each loss and its settings."""
@@ -227,7 +227,7 @@ def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
     """Values of each row, in order, from the values [B, L] of all batches."""
     by_index: dict[int, tuple[float, ...]] = {}
     for batch, values_BL in found:
-        by_index.update(zip(batch.indices, batch.gathered(values_BL), strict=True))
+        by_index.update(zip(batch.indices, batch.unpad(values_BL), strict=True))
     return [by_index[index] for index in range(len(by_index))]
 
 

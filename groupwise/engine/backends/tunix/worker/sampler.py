@@ -193,7 +193,7 @@ class Sampler:
         longest: int,
         truncation: tuple[int | None, float | None, float | None],
     ) -> Drawn:
-        merged = functools.partial(self.adapted.merged, factors, base)
+        merged = functools.partial(self.adapted.with_factors, factors, base)
         model = merged()
         prompts, width = inputs.prompts_UP.shape
         size = width + longest

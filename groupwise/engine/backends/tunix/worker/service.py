@@ -149,7 +149,7 @@ def _trouble(error: Exception, order: Any) -> Trouble:
 @contextmanager
 def _writing(path: Path) -> Generator[None]:
     """Turn errors of writing into StoreError."""
-    with atomic_files.explained(path), disk_errors(path):
+    with atomic_files.explaining_disk_errors(path), disk_errors(path):
         try:
             yield
         except ValueError as error:  # TensorStore's error for any failure of the system

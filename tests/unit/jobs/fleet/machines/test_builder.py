@@ -197,4 +197,4 @@ def test_longer_secrets_are_hidden_first(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("A", "abc")
     monkeypatch.setenv("B", "abcdef")
     pip = Pip(Order({"folder": str(tmp_path), "secrets": ["A", "B"]}), str(tmp_path / "x"), 0)
-    assert pip.redacted("abcdef abc") == "**** ****"
+    assert pip.redact("abcdef abc") == "**** ****"

@@ -30,7 +30,7 @@ def test_readers_go_on_where_they_were(database: Database) -> None:
 
 def test_what_is_gathered_is_written_in_its_order(database: Database) -> None:
     def several(session: Session) -> None:
-        with events.gathered(session):
+        with events.gathering(session):
             for n in range(3):
                 happens(job_id=f"j{n}", detail={"n": n})(session)
         happens(job_id="j3")(session)
