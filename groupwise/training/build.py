@@ -119,13 +119,17 @@ class Closable:
 
         if self.ranks is None:
             return peak_memory(device)
-        own = peak_memory(device) if device == "cpu" else 0
-        held = self.ranks.call_all_now("held_memory", device)
+        own_peak = peak_memory(device) if device == "cpu" else 0
+        rank_memory = self.ranks.call_all_now("held_memory", device)
         if self.samplers is not None:
-            held += self.samplers.call_all_now("held_memory", device)
-        if any(shared is None for _, shared in held):
+            rank_memory += self.samplers.call_all_now("held_memory", device)
+        if any(shared is None for _, shared in rank_memory):
             return None
-        return own + sum(peak - shared for peak, shared in held) + max(s for _, s in held)
+        return (
+            own_peak
+            + sum(peak - shared for peak, shared in rank_memory)
+            + max(s for _, s in rank_memory)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +205,12 @@ def be_launched(config: AnyConfig) -> None:
 
     The process of the first rank runs the whole program and calls the others. Raises UsageError if their number differs from the config's.
     """
-    place = read_launch()
-    refuse_other_number(place, config.distributed.learners)
-    if place is not None and place.rank > 0:
+    launch = read_launch()
+    refuse_other_number(launch, config.distributed.learners)
+    if launch is not None and launch.rank > 0:
         from groupwise.engine.distributed import peer
 
-        peer.be_launched(place)
+        peer.be_launched(launch)
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
@@ -233,8 +237,8 @@ async def start_training(
     builds the parts.
     """
     if config.run.server is not None:
-        found = await _by_server("training", config, layout, run, publish_folder)
-        return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
+        remote = await _by_server("training", config, layout, run, publish_folder)
+        return Parts(remote.sampler, remote.learner, remote.stop_token_ids, session=remote.session)
     if config.model.backend == "tunix":
         return await _by_tunix(config, layout, run, publish_folder)
     if layout.samplers:
@@ -249,26 +253,30 @@ async def start_training(
         except BaseException:
             _close(learners, samplers)
             raise
-    made = await _build("training", config, layout, run=run, folder=str(publish_folder))
-    if isinstance(made, Calls) and config.sampler.engine == "vllm":
+    workers = await _build("training", config, layout, run=run, folder=str(publish_folder))
+    if isinstance(workers, Calls) and config.sampler.engine == "vllm":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _vllm_sampler(
-                config, layout, RankWitness(made), prefork.load_tokenizer(config.model)
+                config, layout, RankWitness(workers), prefork.load_tokenizer(config.model)
             )
             return Parts(
-                sampler, RankLearner(made), _stop_token_ids(made), ranks=made, by_http=sampler
+                sampler,
+                RankLearner(workers),
+                _stop_token_ids(workers),
+                ranks=workers,
+                by_http=sampler,
             )
         except BaseException:
-            made.close()
+            workers.close()
             raise
-    return _training_parts(made)
+    return _training_parts(workers)
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
     """Load the model and build the learner of a run that samples nothing. `folder` is for publications, which such a run does not make."""
-    made = _build_now("supervised", config, layout, run=run, folder=str(folder))
-    return _supervised_parts(made, layout)
+    workers = _build_now("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised_parts(workers, layout)
 
 
 async def start_supervised(
@@ -276,32 +284,32 @@ async def start_supervised(
 ) -> LearningParts:
     """Like `supervised_parts`, but async; see `start_training`."""
     if config.run.server is not None:
-        found = await _by_server("supervised", config, layout, run, folder)
-        return LearningParts(found.learner, session=found.session)
-    made = await _build("supervised", config, layout, run=run, folder=str(folder))
-    return _supervised_parts(made, layout)
+        remote = await _by_server("supervised", config, layout, run, folder)
+        return LearningParts(remote.learner, session=remote.session)
+    workers = await _build("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised_parts(workers, layout)
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
     """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
     if config.run.server is not None:
-        found = await _by_server("serving", config, layout, "served", Path(), weights)
-        return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
+        parts = await _by_server("serving", config, layout, "served", Path(), weights)
+        return ServingParts(parts.sampler, parts.stop_token_ids, session=parts.session)
     if config.model.backend == "tunix":
-        found = await _by_tunix(config, layout, "served", Path(), weights)
-        return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
+        parts = await _by_tunix(config, layout, "served", Path(), weights)
+        return ServingParts(parts.sampler, parts.stop_token_ids, worker=parts.worker)
     folder = None if weights is None else str(weights)
     # One model is enough to check the servers' log-probabilities.
     if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
-    made = await _build("serving", config, layout, weights=folder)
-    if isinstance(made, Calls):
-        return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
-    assert made.sampler is not None
-    by_http = _http_sampler(made.sampler)
+    workers = await _build("serving", config, layout, weights=folder)
+    if isinstance(workers, Calls):
+        return ServingParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
+    assert workers.sampler is not None
+    by_http = _http_sampler(workers.sampler)
     if by_http is not None:
         await _serve_by_http(by_http, config, weights)
-    return ServingParts(made.sampler, made.stop_token_ids, by_http=by_http)
+    return ServingParts(workers.sampler, workers.stop_token_ids, by_http=by_http)
 
 
 async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
@@ -312,11 +320,11 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
             "says which adapter it starts from. Leave the key out."
         )
     refuse_servers(config, "a base for several models is sampled where it is")
-    made = await _build("base", config, layout)
-    if isinstance(made, Calls):
-        return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
-    assert made.sampler is not None
-    return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
+    workers = await _build("base", config, layout)
+    if isinstance(workers, Calls):
+        return BaseParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
+    assert workers.sampler is not None
+    return BaseParts(workers.sampler, workers.stop_token_ids, hosted=workers)
 
 
 def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
@@ -329,30 +337,32 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
         hosts = [RemoteWorker(parts.ranks, rank) for rank in range(parts.ranks.count)]
     else:
         hosts = [LocalWorker(parts.hosted)]
-    first = run if isinstance(parts, Parts) else None
-    return Models(hosts, most, parts.stop_token_ids, first)
+    first_model = run if isinstance(parts, Parts) else None
+    return Models(hosts, most, parts.stop_token_ids, first_model)
 
 
-def _training_parts(made: Calls | Hosted) -> Parts:
-    if isinstance(made, Calls):
-        return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
-    assert made.sampler is not None
-    assert made.learner is not None
+def _training_parts(workers: Calls | Hosted) -> Parts:
+    if isinstance(workers, Calls):
+        return Parts(
+            RankSampler(workers), RankLearner(workers), _stop_token_ids(workers), ranks=workers
+        )
+    assert workers.sampler is not None
+    assert workers.learner is not None
     return Parts(
-        made.sampler,
-        made.learner,
-        made.stop_token_ids,
-        made.trained,
-        hosted=made,
-        by_http=_http_sampler(made.sampler),
+        workers.sampler,
+        workers.learner,
+        workers.stop_token_ids,
+        workers.trained,
+        hosted=workers,
+        by_http=_http_sampler(workers.sampler),
     )
 
 
-def _supervised_parts(made: Calls | Hosted, layout: Layout) -> LearningParts:
-    if isinstance(made, Calls):
-        return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
-    assert made.learner is not None
-    return LearningParts(made.learner)
+def _supervised_parts(workers: Calls | Hosted, layout: Layout) -> LearningParts:
+    if isinstance(workers, Calls):
+        return LearningParts(RankLearner(workers, divided=layout.parts > 1), ranks=workers)
+    assert workers.learner is not None
+    return LearningParts(workers.learner)
 
 
 def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
@@ -390,8 +400,8 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
             raise UsageError(
                 f"{folder} holds no adapter, but servers of sampler.url take adapters alone. Leave sampler.engine out to evaluate it."
             )
-        found = sampler.fingerprint()  # that of the adapter which was read from the folder
-        await sampler.load(Policy("served", 0, found, "adapter", str(folder.resolve())))
+        fingerprint = sampler.fingerprint()  # that of the adapter which was read from the folder
+        await sampler.load(Policy("served", 0, fingerprint, "adapter", str(folder.resolve())))
     except BaseException:
         sampler.close()
         raise
@@ -407,17 +417,17 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
     if sampler_config.vllm_python is not None:
-        own = _own_server(config, layout, witness.rank)
-        server = Server(own.endpoint, sampler_config.concurrency, timing)
+        own_server = _own_server(config, layout, witness.rank)
+        server = Server(own_server.endpoint, sampler_config.concurrency, timing)
         return VllmSampler(
-            Servers([server], sampler_config.patience, timing, f"Read why in {own.log}"),
+            Servers([server], sampler_config.patience, timing, f"Read why in {own_server.log}"),
             witness,
             tokenizer,
             base=base,
             key_length=layout.key_length,
             tolerance=sampler_config.logprob_tolerance,
-            begin=lambda: own.up(server, sampler_config.patience, timing),
-            end=own.close,
+            begin=lambda: own_server.up(server, sampler_config.patience, timing),
+            end=own_server.close,
         )
     servers = [
         Server(
@@ -427,10 +437,12 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
         )
         for url in sampler_config.urls
     ]
-    shared = None
+    shared_folder = None
     if sampler_config.adapter_folder is not None:
-        here = Path(sampler_config.adapter_folder).expanduser().resolve()
-        shared = Shared(here, (sampler_config.adapter_folder_there or str(here)).rstrip("/"))
+        adapter_folder = Path(sampler_config.adapter_folder).expanduser().resolve()
+        shared_folder = Shared(
+            adapter_folder, (sampler_config.adapter_folder_there or str(adapter_folder)).rstrip("/")
+        )
     return VllmSampler(
         Servers(servers, sampler_config.patience, timing),
         witness,
@@ -438,7 +450,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
         base=base,
         key_length=layout.key_length,
         tolerance=sampler_config.logprob_tolerance,
-        shared=shared,
+        shared=shared_folder,
     )
 
 
@@ -448,7 +460,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
     from groupwise.engine.models.tokenizer import resolve
     from groupwise.engine.sampler.vllm import own
 
-    sampler_config, resolved = config.sampler, resolve(config.model)
+    sampler_config, source = config.sampler, resolve(config.model)
     assert sampler_config.vllm_python is not None
     count = 0 if layout.device == "cpu" else prefork.gpu_count()
     if (
@@ -462,8 +474,8 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
     return own.OwnServer(
         own.ServerSpec(
             python=sampler_config.vllm_python,
-            location=resolved.location,
-            revision=resolved.revision,
+            location=source.location,
+            revision=source.revision,
             name=config.model.name,
             dtype=layout.dtype,
             rank=rank,
@@ -500,13 +512,13 @@ async def _by_server(
 
     assert config.run.server is not None
     spec = await asyncio.to_thread(_remote_spec, kind, config, layout, run, folder, weights)
-    found = await start(config.run.server, spec)
-    if layout_told(found.layout) != layout:
-        found.session.close()
+    parts = await start(config.run.server, spec)
+    if layout_told(parts.layout) != layout:
+        parts.session.close()
         raise UsageError(
             f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."
         )
-    return found
+    return parts
 
 
 def _remote_spec(
@@ -521,10 +533,10 @@ def _remote_spec(
     from groupwise.engine.models.adapters import adapter_folder, base_name
     from groupwise.engine.models.identity import identity
 
-    own = Path(config.model.name).expanduser()
-    longest, lag = None, 0
+    model_folder = Path(config.model.name).expanduser()
+    longest_prompt, lag = None, 0
     if isinstance(config, RunConfig):
-        longest, lag = (
+        longest_prompt, lag = (
             layout.key_length - longest_completion(config),
             config.training.max_off_policy_steps,
         )
@@ -533,11 +545,11 @@ def _remote_spec(
         config=config.model_dump(mode="json"),
         run=run,
         publish_folder=folder,
-        longest_prompt=longest,
+        longest_prompt=longest_prompt,
         base=identity(config.model.model_copy(update={"adapter": None})),
         called=base_name(config.model),
         keep_publications=lag + 2,
-        model=own if own.is_dir() else None,
+        model=model_folder if model_folder.is_dir() else None,
         adapter=adapter_folder(config.model) if weights is None else None,
         weights=weights,
     )
@@ -637,30 +649,30 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- built here, or once in the zygote of ranks ---------------------------------------------------
 
 
-def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any) -> Calls | Hosted:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
-        return _build_here(kind, config, layout, **more)
+        return _build_here(kind, config, layout, **arguments)
     if layout.apart:
-        started = _start_processes(kind, config, layout)
-        started.make_now(MAKE, _description(kind, config, layout, **more))
-        return started
+        workers = _start_processes(kind, config, layout)
+        workers.make_now(MAKE, _description(kind, config, layout, **arguments))
+        return workers
     ranks = prefork.take()
-    ranks.make_now(MAKE, _description(kind, config, layout, **more), layout.processes)
+    ranks.make_now(MAKE, _description(kind, config, layout, **arguments), layout.processes)
     return ranks
 
 
-async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+async def _build(kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any) -> Calls | Hosted:
     _refuse_tunix(config)
     if layout.processes == 1:
-        return _build_here(kind, config, layout, **more)
+        return _build_here(kind, config, layout, **arguments)
     if layout.apart:
-        started = _start_processes(kind, config, layout)
-        await started.make(MAKE, _description(kind, config, layout, **more))
-        return started
+        workers = _start_processes(kind, config, layout)
+        await workers.make(MAKE, _description(kind, config, layout, **arguments))
+        return workers
     ranks = prefork.take()
-    await ranks.make(MAKE, _description(kind, config, layout, **more), layout.processes)
+    await ranks.make(MAKE, _description(kind, config, layout, **arguments), layout.processes)
     return ranks
 
 
@@ -680,8 +692,8 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
 
 def _first_gpu(layout: Layout) -> int:
     """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
-    place = read_launch()
-    return layout.learners if place is None else place.local_count
+    launch = read_launch()
+    return layout.learners if launch is None else launch.local_count
 
 
 def _halves(
@@ -706,37 +718,37 @@ def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> 
     )
 
 
-def _close(*both: Started) -> None:
-    for half in both:
+def _close(*halves: Started) -> None:
+    for half in halves:
         half.close()
 
 
-def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+def _build_here(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
     prefork.give_up()
-    return _make(kind, config, layout, **more)
+    return _make(kind, config, layout, **arguments)
 
 
-def _description(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
+def _description(kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any) -> dict[str, Any]:
     """Arguments of `make_described` as plain JSON."""
-    plain = config.model_dump(mode="json")
-    return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
+    config_json = config.model_dump(mode="json")
+    return {"kind": kind, "config": config_json, "layout": asdict(layout), **arguments}
 
 
 def make_described(
-    kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
+    kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **arguments: Any
 ) -> Hosted:
     """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
 
     read = load_sft_config if kind == "supervised" else load_config
-    made = _make(kind, read(config).config, Layout(**layout), **more)
+    worker = _make(kind, read(config).config, Layout(**layout), **arguments)
     give_back_memory()
-    return made
+    return worker
 
 
-def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+def _make(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
     with memory_explained("making the model ready"):
-        return _MAKERS[kind](config, layout, **more)
+        return _MAKERS[kind](config, layout, **arguments)
 
 
 def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
@@ -752,34 +764,34 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config, layout, layout.device)
     stops = stop_token_ids(model, tokenizer)
-    trained: Any
+    learner_weights: Any
     if config.lora:
-        trained = _trained_adapter(config, model)
-        served = ServedAdapter(trained.adapted)
+        learner_weights = _trained_adapter(config, model)
+        sampler_weights = ServedAdapter(learner_weights.adapted)
     else:  # the sampler needs its own copy of all weights
-        served = ServedModel(load_model(config.model, layout.dtype, layout.device))
-        trained = _trained_model(config, layout, model)
-    replicas = _replicas(layout, trained)
-    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
+        sampler_weights = ServedModel(load_model(config.model, layout.dtype, layout.device))
+        learner_weights = _trained_model(config, layout, model)
+    replicas = _replicas(layout, learner_weights)
+    learner = _learner(config, layout, learner_weights, run, folder, config.training.seed, replicas)
     by_servers = config.sampler.engine == "vllm" and layout.learners > 1
     return Hosted(
         layout.threads_each,
-        None if by_servers else _sampler(config, layout, served, tokenizer),
+        None if by_servers else _sampler(config, layout, sampler_weights, tokenizer),
         learner,
         _with_configured(stops, config),
-        trained,
+        learner_weights,
         replicas,
-        witness=_witness(served) if by_servers else None,
-        bench=_adapter_host(config, layout, trained.adapted, tokenizer)
+        witness=_witness(sampler_weights) if by_servers else None,
+        bench=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training
     )
 
 
-def _witness(served: Any) -> Any:
+def _witness(sampler_weights: Any) -> Any:
     from groupwise.engine.sampler.vllm.witness import Witness
 
-    return Witness(served)
+    return Witness(sampler_weights)
 
 
 def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
@@ -791,12 +803,12 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     model = load_model(config.model, layout.dtype, _whole_on(layout))
-    trained = (
+    learner_weights = (
         _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
     )
-    replicas = _replicas(layout, trained)
-    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
-    return Hosted(layout.threads_each, learner=learner, trained=trained, replicas=replicas)
+    replicas = _replicas(layout, learner_weights)
+    learner = _learner(config, layout, learner_weights, run, folder, config.training.seed, replicas)
+    return Hosted(layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas)
 
 
 def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
@@ -812,20 +824,22 @@ def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
-    served = ServedModel(model)
+    sampler_weights = ServedModel(model)
     if config.lora:
         shape = starting_config(config.model, config.lora)
-        served = ServedAdapter(AdaptedModel(model, shape))
+        sampler_weights = ServedAdapter(AdaptedModel(model, shape))
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
     return Hosted(
-        layout.threads_each, _sampler(config, layout, served, tokenizer), stop_token_ids=stops
+        layout.threads_each,
+        _sampler(config, layout, sampler_weights, tokenizer),
+        stop_token_ids=stops,
     )
 
 
 def _learner(
     config: RunConfig,
     layout: Layout,
-    trained: Any,
+    learner_weights: Any,
     run: str,
     folder: str,
     seed: int,
@@ -834,8 +848,8 @@ def _learner(
     from groupwise.engine.learner.torch_learner import TorchLearner
 
     return TorchLearner(
-        trained,
-        engine=_own_engine(config, trained),
+        learner_weights,
+        engine=_own_engine(config, learner_weights),
         run=run,
         publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
@@ -848,13 +862,13 @@ def _learner(
     )
 
 
-def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
+def _own_engine(config: AnyConfig, learner_weights: Any) -> Engine | None:
     """The engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
     from groupwise.engine.backends.unsloth.model import UnslothEngine
 
-    return UnslothEngine(trained)
+    return UnslothEngine(learner_weights)
 
 
 def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
@@ -878,18 +892,20 @@ def _whole_on(layout: Layout) -> str:
     return layout.device if layout.parts == 1 else "cpu"
 
 
-def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
+def _sampler(config: RunConfig, layout: Layout, sampler_weights: Any, tokenizer: Any) -> Sampler:
     from groupwise.engine.sampler.queued import DecodeLayout
     from groupwise.engine.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine == "vllm":
-        return _vllm_sampler(config, layout, _witness(served), tokenizer)
+        return _vllm_sampler(config, layout, _witness(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.sampler import UnslothSampler
 
-        return UnslothSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
+        return UnslothSampler(
+            sampler_weights, tokenizer, DecodeLayout(layout.slots, layout.key_length)
+        )
     return TorchSampler(
-        served,
+        sampler_weights,
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
@@ -906,7 +922,7 @@ def _prepare_process(layout: Layout) -> None:
         set_threads(1)
 
 
-def _replicas(layout: Layout, trained: Any) -> Any:
+def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
     from groupwise.engine.learner.fsdp import Divided
@@ -916,7 +932,7 @@ def _replicas(layout: Layout, trained: Any) -> Any:
         return None
     if layout.apart:
         return Divided() if layout.parts > 1 else Collective()
-    return Replicas(layout.processes, [*trained.parameters().values()])
+    return Replicas(layout.processes, [*learner_weights.parameters().values()])
 
 
 def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> Hosted:
@@ -928,11 +944,11 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     model = _load_model(config, layout, _whole_on(layout))
-    trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
-    replicas = _replicas(layout, trained)
+    learner_weights = _trained_adapter(config, model) if config.lora else TrainedModel(model)
+    replicas = _replicas(layout, learner_weights)
     learner = TorchLearner(
-        trained,
-        engine=_own_engine(config, trained),
+        learner_weights,
+        engine=_own_engine(config, learner_weights),
         run=run,
         publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
@@ -958,14 +974,14 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config, layout, layout.device)
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
-    served: Any = ServedModel(model)
+    sampler_weights: Any = ServedModel(model)
     if folder is not None:
         if (folder / CONFIG).is_file():
             stored = read_lora_config(folder)
             warn_of_other_base(stored, config.model, folder)
-            served = ServedAdapter(_with_adapters(config, model, stored))
-        served.read(folder)
-    sampler = _sampler(config, layout, served, tokenizer)
+            sampler_weights = ServedAdapter(_with_adapters(config, model, stored))
+        sampler_weights.read(folder)
+    sampler = _sampler(config, layout, sampler_weights, tokenizer)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
 
@@ -988,20 +1004,22 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     native = native_model(model)
     if native is not None:
         ready_to_learn(native)
-    adapted = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
+    adapted_model = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
     return Hosted(
         layout.threads_each,
         sampler,
         stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
-        bench=_adapter_host(config, layout, adapted, tokenizer),
+        bench=_adapter_host(config, layout, adapted_model, tokenizer),
     )
 
 
-def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
+def _adapter_host(
+    config: RunConfig, layout: Layout, adapted_model: Any, tokenizer: Any
+) -> AdapterHost:
     """Build the host that later creates models over this base."""
     from groupwise.engine.distributed.worker_state import AdapterHost
 
-    def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
+    def make_weights(adapted_model: Any, name: str, spec: NewModel) -> tuple[Any, Any]:
         from groupwise.engine.learner.weights import TrainedAdapter
         from groupwise.engine.models.adapters import (
             check_adapter,
@@ -1011,23 +1029,23 @@ def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: An
         from groupwise.engine.models.lora import read_adapter, read_lora_config
         from groupwise.engine.sampler.weights import ServedAdapter
 
-        model = config.model.model_copy(update={"adapter": new.start, "adapter_revision": None})
-        check_adapter(model, new.lora, "the adapter to start from,")
-        shape = starting_config(model, new.lora, "the adapter to start from,")
+        model = config.model.model_copy(update={"adapter": spec.start, "adapter_revision": None})
+        check_adapter(model, spec.lora, "the adapter to start from,")
+        shape = starting_config(model, spec.lora, "the adapter to start from,")
         start = None
-        if new.start is not None:
-            start = read_adapter(Path(new.start))
-            warn_of_other_base(read_lora_config(Path(new.start)), model, Path(new.start))
-        trained = TrainedAdapter(adapted, new.seed, start, name, shape)
-        return trained, ServedAdapter(adapted, f"{name}-served", shape)
+        if spec.start is not None:
+            start = read_adapter(Path(spec.start))
+            warn_of_other_base(read_lora_config(Path(spec.start)), model, Path(spec.start))
+        learner_weights = TrainedAdapter(adapted_model, spec.seed, start, name, shape)
+        return learner_weights, ServedAdapter(adapted_model, f"{name}-served", shape)
 
-    def make_learner(trained: Any, new: NewModel) -> TorchLearner:
-        return _learner(config, layout, trained, new.run, new.folder, new.seed)
+    def make_learner(learner_weights: Any, spec: NewModel) -> TorchLearner:
+        return _learner(config, layout, learner_weights, spec.run, spec.folder, spec.seed)
 
-    def make_sampler(served: Any) -> Sampler:
-        return _sampler(config, layout, served, tokenizer)
+    def make_sampler(sampler_weights: Any) -> Sampler:
+        return _sampler(config, layout, sampler_weights, tokenizer)
 
-    return AdapterHost(adapted, make_weights, make_learner, make_sampler)
+    return AdapterHost(adapted_model, make_weights, make_learner, make_sampler)
 
 
 _MAKERS: dict[Kind, Callable[..., Hosted]] = {
@@ -1052,8 +1070,8 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 
 def publication_bytes(config: RunConfig) -> int:
     """Bytes of the trained weights in float32, times the number of publications that the lag requires to be kept."""
-    trained = prefork.trained_parameters(config.model, config.lora)
-    return 4 * trained * (1 + config.training.max_off_policy_steps)
+    parameter_count = prefork.trained_parameters(config.model, config.lora)
+    return 4 * parameter_count * (1 + config.training.max_off_policy_steps)
 
 
 def remove_publications(folder: Path) -> None:
@@ -1074,11 +1092,11 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
-    adapted = _with_adapters(config, model, starting_config(config.model, config.lora))
+    adapted_model = _with_adapters(config, model, starting_config(config.model, config.lora))
     if folder is None:
-        return TrainedAdapter(adapted, config.training.seed)
+        return TrainedAdapter(adapted_model, config.training.seed)
     warn_of_other_base(read_lora_config(folder), config.model, folder)
-    return TrainedAdapter(adapted, config.training.seed, read_adapter(folder))
+    return TrainedAdapter(adapted_model, config.training.seed, read_adapter(folder))
 
 
 def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:

@@ -99,9 +99,9 @@ class Observed(Protocol):
 class RunHandle:
     """The run as one callback sees it: the data that it may read and the requests that it may make."""
 
-    def __init__(self, run: Observed, asked: ControlRequests, name: str) -> None:
+    def __init__(self, run: Observed, requests: ControlRequests, name: str) -> None:
         self._run = run
-        self._asked = asked
+        self._asked = requests
         self._name = name
         self.config = View(run.config.model_dump(mode="json"))
         """The resolved config, read-only: `run.config["training"]["seed"]`, `run.config.training.seed`."""
@@ -380,8 +380,8 @@ class Callbacks:
             logger.warning("%s", error)
         for member in self._members:
             if member.failures.total() > 1:
-                what = ", ".join(f"{count} × {e}" for e, count in member.failures.items())
-                logger.warning("the callback %s failed: %s; see log.txt", member.name, what)
+                failures = ", ".join(f"{count} × {e}" for e, count in member.failures.items())
+                logger.warning("the callback %s failed: %s; see log.txt", member.name, failures)
 
     def close(self) -> None:
         """Close the thread. It is a daemon: a callback that hangs in it does not keep the process alive."""
@@ -410,12 +410,12 @@ class Callbacks:
 
     def _state_now(self) -> dict[str, Any]:
         keeping = [member for member in self._members if overrides(member.callback, "state")]
-        found = {
+        states = {
             m.name: self._call_safely(m, "state", lambda m=m: _json_state(m.callback))
             for m in keeping
         }
         return {
-            "states": {name: state for name, state in found.items() if state is not None},
+            "states": {name: state for name, state in states.items() if state is not None},
             "told": list(self._announced),
             "evaluate": self._asked.evaluate,
             "stop": asdict(self._asked.stop) if self._asked.stop else None,
@@ -424,21 +424,23 @@ class Callbacks:
     # Calls
 
     async def _announce(
-        self, event: str, given: Callable[[], tuple[Any, ...]] = lambda: ()
+        self, event: str, make_arguments: Callable[[], tuple[Any, ...]] = lambda: ()
     ) -> None:
         for member in self._members:
             if overrides(member.callback, event):
-                error = await self._wait_for(self._call(member, event, given), member, event)
+                error = await self._wait_for(
+                    self._call(member, event, make_arguments), member, event
+                )
                 if error is not None:
                     self._report_failure(member, event, error)
 
     async def _call(
-        self, member: _Member, event: str, given: Callable[[], tuple[Any, ...]]
+        self, member: _Member, event: str, make_arguments: Callable[[], tuple[Any, ...]]
     ) -> BaseException | None:
         """Call one callback; returns the exception that it raised, or None."""
         assert self._thread is not None
         try:
-            method, arguments = getattr(member.callback, event), (member.handle, *given())
+            method, arguments = getattr(member.callback, event), (member.handle, *make_arguments())
             with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
                 if inspect.iscoroutinefunction(method):
                     await method(*arguments)
@@ -490,10 +492,10 @@ class Callbacks:
                 f"The callback {member.name} failed in {event}, and it is critical, so the run ends:\n{explanation}\n"
                 "Mend it, or remove it from the callbacks, then go on with --resume."
             ) from error
-        first = not member.failures[event]
+        first_time = not member.failures[event]
         member.failures[event] += 1
         logger.log(
-            logging.WARNING if first else logging.INFO,
+            logging.WARNING if first_time else logging.INFO,
             "the callback %s failed in %s; the run goes on:\n%s",
             member.name,
             event,
@@ -521,17 +523,17 @@ def _json_state(callback: Callback) -> Any:
     """A callback's state as a resume will return it. Raises ValueError if a round trip through JSON would change it."""
     state = callback.state()
     try:
-        copied = json.loads(json.dumps(state, allow_nan=False))
+        round_trip = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"its state cannot be kept, because it is not plain JSON: {error}"
         ) from error
-    if copied != state:
+    if round_trip != state:
         raise ValueError(
             "its state cannot be kept, because it comes back from JSON as another one: return lists for tuples, and text for "
             "keys that are numbers"
         )
-    return copied
+    return round_trip
 
 
 def _copy_groups(groups: Sequence[Group]) -> tuple[Group, ...]:

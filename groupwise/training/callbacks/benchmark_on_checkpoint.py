@@ -131,7 +131,7 @@ class BenchmarkOnCheckpoint(Callback):
         """Arguments appended to the command, in which placeholders such as {policy} are not filled in."""
         self._program: tuple[str, ...] | None = None
         """The command that runs lighteval, if `suites` are given; None otherwise."""
-        given = {
+        options = {
             "samples": samples_per_prompt,
             "temperature": temperature,
             "top_p": top_p,
@@ -139,17 +139,19 @@ class BenchmarkOnCheckpoint(Callback):
             "concurrency": concurrency,
             "max_questions": max_prompts,
         }
-        answering = {key: value for key, value in given.items() if value is not None}
+        sampling_options = {key: value for key, value in options.items() if value is not None}
         if suites:
-            checked = _checked_suites(suites, serve, {"model": model or "policy", **answering})
+            suite_names = _checked_suites(
+                suites, serve, {"model": model or "policy", **sampling_options}
+            )
             limits = {"endpoint_model": model, "time_limit": time_limit}
-            self.command = _evaluation_by_suites(checked, {**limits, **answering})
+            self.command = _evaluation_by_suites(suite_names, {**limits, **sampling_options})
             self._verbatim = ("--serve", shlex.join(serve))
             if program:
                 self._verbatim += ("--program", shlex.join(program))
             self._program = program
-            self.time_limit = time_limit * (1 + len(checked))
-        elif serve or program or model or answering:
+            self.time_limit = time_limit * (1 + len(suite_names))
+        elif serve or program or model or sampling_options:
             raise ValueError(
                 "`serve`, `model`, `program` and what says how questions are answered belong to `suites`; say it in the command or "
                 "in the config."
@@ -182,8 +184,8 @@ class BenchmarkOnCheckpoint(Callback):
             step = _step_of(folder)
             if step > run.step or not (folder / FILES).is_dir():
                 shutil.rmtree(folder)
-            elif (known := self._result(run, step, _weights_in(folder))) is not None:
-                self._record(run, step, known)
+            elif (result := self._result(run, step, _weights_in(folder))) is not None:
+                self._record(run, step, result)
                 shutil.rmtree(folder)
             else:
                 self._waiting.append(step)
@@ -199,15 +201,15 @@ class BenchmarkOnCheckpoint(Callback):
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """Queue the checkpoint, unless these weights have a result already; then record that."""
-        known = self._result(run, run.step, _weights_of(checkpoint))
-        if known is not None:
-            self._record(run, run.step, known)
+        result = self._result(run, run.step, _weights_of(checkpoint))
+        if result is not None:
+            self._record(run, run.step, result)
         elif run.step not in self._waiting and run.step not in [s.step for s in self._started]:
             card = model_card(run.folder, checkpoint, run.step)
-            place = self._place(run, run.step)
-            place.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(place / WEIGHTS, _weights_of(checkpoint))
-            keep_artefact(place / FILES, checkpoint, card, run.tokenizer)
+            folder = self._place(run, run.step)
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_files.write_json(folder / WEIGHTS, _weights_of(checkpoint))
+            keep_artefact(folder / FILES, checkpoint, card, run.tokenizer)
             self._waiting.append(run.step)
         self._poll(run)
 
@@ -216,111 +218,111 @@ class BenchmarkOnCheckpoint(Callback):
         if end.state == "finished":
             self._wait(run)
         if self._waiting or self._started:
-            left = f"{self.label} of {self._unfinished_steps()}"
-            run.say(f"{left} is done when the run goes on")
+            pending_work = f"{self.label} of {self._unfinished_steps()}"
+            run.say(f"{pending_work} is done when the run goes on")
             if end.state == "finished":
-                run.leave(left)
-        for each in self._started:
-            each.family.end()
+                run.leave(pending_work)
+        for process in self._started:
+            process.family.end()
 
     def _wait(self, run: RunHandle) -> None:
         last_notice: float | None = None
         while (self._waiting or self._started) and not run.interrupted:
             if last_notice is None or time.monotonic() - last_notice >= REMINDER:
-                again = "" if last_notice is None else "still "
+                still = "" if last_notice is None else "still "
                 run.say(
-                    f"{again}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
+                    f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
                 )
                 last_notice = time.monotonic()
             self._poll(run)
             time.sleep(POLL_INTERVAL)
 
     def _unfinished_steps(self) -> str:
-        steps = sorted([*(each.step for each in self._started), *self._waiting])
+        steps = sorted([*(process.step for process in self._started), *self._waiting])
         return ", ".join(f"step-{step}" for step in steps)
 
     # Processes
 
     def _poll(self, run: RunHandle) -> None:
         """Record the processes that have ended, kill those over the time limit, and start new ones up to `max_processes`."""
-        for each in list(self._started):
-            if each.family.has_ended:
-                self._started.remove(each)
-                self._finish(run, each)
-            elif time.monotonic() - each.began > self.time_limit:
-                self._started.remove(each)
-                each.family.end()
+        for process in list(self._started):
+            if process.family.has_ended:
+                self._started.remove(process)
+                self._finish(run, process)
+            elif time.monotonic() - process.began > self.time_limit:
+                self._started.remove(process)
+                process.family.end()
                 self._report_failure(
-                    run, each.step, f"it took longer than {self.time_limit:g} seconds"
+                    run, process.step, f"it took longer than {self.time_limit:g} seconds"
                 )
         while self._waiting and len(self._started) < self.max_processes:
             self._start(run, self._waiting.pop(0))
 
     def _start(self, run: RunHandle, step: int) -> None:
-        place = self._place(run, step)
-        output = place / f"result-{uuid4().hex}.json"
+        folder = self._place(run, step)
+        output = folder / f"result-{uuid4().hex}.json"
         placeholders = {
-            "{policy}": str(place / FILES),
+            "{policy}": str(folder / FILES),
             "{output}": str(output),
             "{step}": str(step),
             "{run}": run.name,
         }
-        words = [
+        command = [
             *(_fill_placeholders(word, placeholders) for word in self.command),
             *self._verbatim,
         ]
-        log, here = place / LOG, Path.cwd()
-        family = Family(words, folder=here, log=log, environment={}, niceness=NICENESS)
+        log, cwd = folder / LOG, Path.cwd()
+        family = Family(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
         self._started.append(_Started(step, family, output, time.monotonic()))
 
-    def _finish(self, run: RunHandle, ended: _Started) -> None:
-        code = ended.family.end()
-        if code != 0 and not (self._program is not None and ended.output.exists()):
-            self._report_failure(run, ended.step, how_it_ended(code))
+    def _finish(self, run: RunHandle, process: _Started) -> None:
+        code = process.family.end()
+        if code != 0 and not (self._program is not None and process.output.exists()):
+            self._report_failure(run, process.step, how_it_ended(code))
             return
         try:
-            content = _read_result(ended.output)
+            content = _read_result(process.output)
         except ValueError as error:
-            self._report_failure(run, ended.step, str(error))
+            self._report_failure(run, process.step, str(error))
             return
-        place = self._place(run, ended.step)
-        found = {**content, "step": ended.step, "weights": _weights_in(place)}
-        add_result(run.folder, f"{self.label}-step-{ended.step}", found)
-        self._record(run, ended.step, found)
+        folder = self._place(run, process.step)
+        result = {**content, "step": process.step, "weights": _weights_in(folder)}
+        add_result(run.folder, f"{self.label}-step-{process.step}", result)
+        self._record(run, process.step, result)
         if self._program is not None and "failed" in content:  # some suites of several
             self._report_failure(
-                run, ended.step, "; ".join(map(": ".join, content["failed"].items()))
+                run, process.step, "; ".join(map(": ".join, content["failed"].items()))
             )
         else:
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
 
     def _report_failure(self, run: RunHandle, step: int, reason: str) -> None:
-        place = self._place(run, step)
+        folder = self._place(run, step)
         logger.warning(
             "%s of step-%d failed: %s. The run goes on; what it said is in %s",
             self.label,
             step,
             reason,
-            place / LOG,
+            folder / LOG,
         )
-        shutil.rmtree(place / FILES)
+        shutil.rmtree(folder / FILES)
 
     # Results
 
-    def _record(self, run: RunHandle, step: int, found: Mapping[str, Any]) -> None:
-        policy, metrics = f"{run.name}@{step}", _metrics(found)
+    def _record(self, run: RunHandle, step: int, result: Mapping[str, Any]) -> None:
+        policy, metrics = f"{run.name}@{step}", _metrics(result)
         run.record_evaluation(EvaluationRecord(step, self.label, policy, metrics))
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
         run.say(f"{self.label} of step-{step}: {numbers}")
 
     def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
         """The stored result for these weights at this step, or None."""
-        ours = re.compile(
+        pattern = re.compile(
             rf"{re.escape(self.label)}-step-{step}(-\d+)?"
         )  # not one of a longer label
         for file in sorted((run.folder / RESULTS).glob(f"{self.label}-step-{step}*.json")):
-            if ours.fullmatch(file.stem):
+            if pattern.fullmatch(file.stem):
                 content = json.loads(file.read_bytes())
                 if content.get("step") == step and content.get("weights") == weights:
                     return content
@@ -347,7 +349,7 @@ def _checked_label(label: str) -> str:
 
 
 def _checked_suites(
-    suites: tuple[str, ...], serve: tuple[str, ...], asking: Mapping[str, Any]
+    suites: tuple[str, ...], serve: tuple[str, ...], sampling_options: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The full names of the suites. Raises ValueError if a suite cannot be run with these options."""
     if not serve:
@@ -360,7 +362,7 @@ def _checked_suites(
 
     with _usage_as_value_error():
         check_words(serve)
-        questions = Asking(base_url="", **asking)
+        questions = Asking(base_url="", **sampling_options)
         return chosen_suites(suites, questions.samples)
 
 
@@ -373,12 +375,14 @@ def _usage_as_value_error() -> Generator[None]:
         raise ValueError(str(error)) from error
 
 
-def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) -> tuple[str, ...]:
+def _evaluation_by_suites(
+    suites: tuple[str, ...], option_values: Mapping[str, object]
+) -> tuple[str, ...]:
     """The command that runs suites. Options that are None are omitted, so `groupwise eval` uses its defaults."""
     suite_options = [word for suite in suites for word in ("--suite", suite)]
     options = [
         word
-        for key, value in given.items()
+        for key, value in option_values.items()
         if value is not None
         for word in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
     ]
@@ -399,8 +403,8 @@ def _evaluation(
     )
 
 
-def _fill_placeholders(word: str, named: Mapping[str, str]) -> str:
-    for name, value in named.items():
+def _fill_placeholders(word: str, placeholders: Mapping[str, str]) -> str:
+    for name, value in placeholders.items():
         word = word.replace(name, value)
     return word
 
@@ -409,9 +413,9 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _weights_in(place: Path) -> str:
+def _weights_in(folder: Path) -> str:
     """The hash of the weights that are kept in an evaluation's folder."""
-    return json.loads((place / WEIGHTS).read_bytes())
+    return json.loads((folder / WEIGHTS).read_bytes())
 
 
 def _weights_of(checkpoint: Path) -> str:
@@ -434,11 +438,11 @@ def _read_result(output: Path) -> dict[str, Any]:
 
 def _metrics(content: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers in the object `metrics` or, without that object, at the top level."""
-    given = content.get("metrics", content)
-    found = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    metrics = content.get("metrics", content)
+    values = cast("dict[str, Any]", metrics) if isinstance(metrics, dict) else {}
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in values.items()
         if isinstance(value, int | float)
         and not isinstance(value, bool)
         and math.isfinite(value)

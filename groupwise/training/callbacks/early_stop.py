@@ -90,8 +90,8 @@ class EarlyStop(Callback):
             # name may be wrong.
             if not self._missed:
                 self._missed = True
-                near = nearest(self.metric, metrics)
-                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                suggestions = nearest(self.metric, metrics)
+                hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
                 run.say(
                     f"early_stop: there is no metric {self.metric!r} in the {self.observe} so far.{hint} There are: "
                     f"{', '.join(sorted(metrics))}"
@@ -104,10 +104,12 @@ class EarlyStop(Callback):
                 if self.best is None:
                     reason = f"{self.metric} was no finite number in {self.patience} {self.observe}"
                 else:
-                    way, more = ("above", "risen") if self.mode == "max" else ("below", "fallen")
-                    least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+                    direction, verb = (
+                        ("above", "risen") if self.mode == "max" else ("below", "fallen")
+                    )
+                    margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
                     reason = (
-                        f"{self.metric} has not {more} {way} {self.best:.4g} (after {self.best_step} steps){least} in "
+                        f"{self.metric} has not {verb} {direction} {self.best:.4g} (after {self.best_step} steps){margin} in "
                         f"{self.not_better} {self.observe}"
                     )
                 run.stop(reason)

@@ -51,16 +51,16 @@ class JsonlSink:
     def line(self, line: MetricsRow) -> None:
         """Write rollouts and findings first: they count only once the row of metrics follows."""
         if line.findings:
-            found = [
-                {"step": each.steps, KNOWN_AFTER: line.steps, **each.values}
-                for each in line.findings
+            finding_rows = [
+                {"step": finding.steps, KNOWN_AFTER: line.steps, **finding.values}
+                for finding in line.findings
             ]
-            atomic_files.append(self._folder / EVALUATIONS, _encode_rows(found))
+            atomic_files.append(self._folder / EVALUATIONS, _encode_rows(finding_rows))
         if line.table:
             rows = [{**row, "step": line.steps} for row in line.table]
             atomic_files.append(self._folder / COMPLETIONS, _encode_rows(rows))
-        known = {f"task/{k}" if k in OURS else k: v for k, v in line.values.items()}
-        row = {"step": line.steps, "wall_time": line.finished_at, **known}
+        values = {f"task/{k}" if k in OURS else k: v for k, v in line.values.items()}
+        row = {"step": line.steps, "wall_time": line.finished_at, **values}
         atomic_files.append(self._folder / METRICS, _encode_rows([row]))
 
     def end(self, state: State) -> None:
@@ -68,12 +68,12 @@ class JsonlSink:
 
 
 def _encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    plain = [atomic_files.without_nan(row) for row in rows]
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in plain]
+    json_rows = [atomic_files.without_nan(row) for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in json_rows]
     return "".join(lines).encode("utf-8", "backslashreplace")
 
 
-def _truncate(file: Path, last: int, key: str = "step") -> int:
+def _truncate(file: Path, last_step: int, key: str = "step") -> int:
     """Cut off incomplete lines and lines after `last` steps; `key` holds a line's steps. Returns the steps of the last line kept."""
     steps_written, size = NOTHING, 0
     if not file.exists():
@@ -81,7 +81,7 @@ def _truncate(file: Path, last: int, key: str = "step") -> int:
     with file.open("rb") as lines:
         for line in lines:
             steps = _steps(line, key)
-            if steps is None or not steps_written <= steps <= last:
+            if steps is None or not steps_written <= steps <= last_step:
                 break
             steps_written, size = steps, size + len(line)
     if size < file.stat().st_size:

@@ -110,13 +110,13 @@ class PushToHubRevision(Callback):
         if any(entry.step == run.step for entry in queue.waiting()):
             return  # an earlier process has queued it
         target = self._target(run.step)
-        place = WeightsLocation(target.repo_id, target.revision)
-        card = model_card(run.folder, checkpoint, run.step, place=place)
+        location = WeightsLocation(target.repo_id, target.revision)
+        card = model_card(run.folder, checkpoint, run.step, place=location)
         # Drop the oldest entries if this one would be too many, but not the entry that is being uploaded.
         with self._lock:
             waiting = queue.waiting()
-            free = [entry for entry in waiting if entry.step != self._uploading]
-            for entry in free[: max(0, len(waiting) + 1 - self.max_waiting)]:
+            candidates = [entry for entry in waiting if entry.step != self._uploading]
+            for entry in candidates[: max(0, len(waiting) + 1 - self.max_waiting)]:
                 entry.drop()
                 self._given_up.append(entry.step)
                 self._warn_once(
@@ -143,10 +143,10 @@ class PushToHubRevision(Callback):
                 self.max_waiting,
                 ", ".join(map(str, self._given_up)),
             )
-        if left := queue.waiting():
+        if remaining := queue.waiting():
             logger.warning(
                 "not uploaded yet: %s. %s",
-                ", ".join(str(entry.target) for entry in left),
+                ", ".join(str(entry.target) for entry in remaining),
                 f"Upload it by: groupwise runs push {run.name} --dir {run.folder.parent}"
                 if end.state == "finished"
                 else "A resume goes on with it",
@@ -184,8 +184,8 @@ class PushToHubRevision(Callback):
                     continue
                 self._uploading = entry.step
             try:
-                pushed = entry.push()
-                logger.info("uploaded %s, commit %s", pushed.url, pushed.commit)
+                upload = entry.push()
+                logger.info("uploaded %s, commit %s", upload.url, upload.commit)
                 self._warned = {cause for cause in self._warned if not cause.startswith(AWAY)}
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))

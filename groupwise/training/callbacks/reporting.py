@@ -133,31 +133,34 @@ class Reporting(Callback):
             self._call_or_drop(name, lambda sink=sink: sink.end(end.state))
 
     def _send(self, run: RunHandle, line: MetricsRow | None) -> None:
-        behind = [name for name in self._sinks if line and self._held[name] < line.steps]
-        if line is None or not behind:
+        lagging_sinks = [name for name in self._sinks if line and self._held[name] < line.steps]
+        if line is None or not lagging_sinks:
             return
         with _record(run) as store:
-            found = store.evaluations(rows=False)
+            evaluations = store.evaluations(rows=False)
         findings = {
             f"{record.name}@{record.step}": Finding(
                 prefix_of(record), record.step, metrics_of(record)
             )
-            for record in found
+            for record in evaluations
             if not OF_TRAINING.fullmatch(record.name) and record.step <= line.steps
         }
-        for name in behind:
-            new = {k: each for k, each in findings.items() if k not in self._sent[name]}
-            if new:
-                self._sent[name] |= dict.fromkeys(new, line.steps)
+        for name in lagging_sinks:
+            new_findings = {
+                k: finding for k, finding in findings.items() if k not in self._sent[name]
+            }
+            if new_findings:
+                self._sent[name] |= dict.fromkeys(new_findings, line.steps)
                 # Noted before the row is sent: if sending fails, the sink's last row is an earlier one, and
                 # the finding counts as not sent.
-                known = json.loads((run.folder / IDENTITY).read_bytes())
+                identity = json.loads((run.folder / IDENTITY).read_bytes())
                 atomic_files.write_json(
-                    run.folder / IDENTITY, {**known, SENT: {**known.get(SENT, {}), **self._sent}}
+                    run.folder / IDENTITY,
+                    {**identity, SENT: {**identity.get(SENT, {}), **self._sent}},
                 )
-            if line.values or new:
-                full = replace(line, findings=tuple(new.values()))
-                self._call_or_drop(name, lambda name=name, full=full: self._sinks[name].line(full))
+            if line.values or new_findings:
+                row = replace(line, findings=tuple(new_findings.values()))
+                self._call_or_drop(name, lambda name=name, full=row: self._sinks[name].line(full))
                 self._held[name] = line.steps
 
     def _call_or_drop(self, name: str, call: Callable[[], Any]) -> Any:
@@ -177,22 +180,22 @@ class Reporting(Callback):
             return None
 
     def _recorded_metrics(
-        self, run: RunHandle, first: int, last: int | None = None
+        self, run: RunHandle, first_step: int, last_step: int | None = None
     ) -> Iterator[MetricsRow]:
         """The rows of the record from `first` to `last`; by default to the one before the last step's, which may still be added to."""
-        last = run.step - 1 if last is None else last
+        last_step = run.step - 1 if last_step is None else last_step
         with _record(run) as store:
             values: dict[int, dict[str, float]] = {}
-            for name, curve in store.metrics(since=max(first - 1, 0)).items():
+            for name, curve in store.metrics(since=max(first_step - 1, 0)).items():
                 for step, value in curve:
                     values.setdefault(step + 1, {})[name] = value
             for record in store.evaluations(rows=False):
                 if OF_TRAINING.fullmatch(record.name):
                     values.setdefault(record.step, {}).update(_of_evaluation(record))
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
-        began = _began_at(run)
-        for steps in range(max(first, 0), last + 1):
-            line = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, began))
+        started_at = _began_at(run)
+        for steps in range(max(first_step, 0), last_step + 1):
+            line = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, started_at))
             yield self._with_table(run, line)
 
     def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
@@ -209,10 +212,10 @@ class Reporting(Callback):
         ):
             return line
         with _record(run) as store:
-            found = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
+            rollouts = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
         if section["log_unique_prompts"]:
-            found = list({view.prompt: view for view in reversed(found)}.values())[::-1]
-        return replace(line, table=[_row(view) for view in found[:rows_to_show]])
+            rollouts = list({view.prompt: view for view in reversed(rollouts)}.values())[::-1]
+        return replace(line, table=[_row(view) for view in rollouts[:rows_to_show]])
 
 
 class ParquetRecord(Callback):
@@ -253,10 +256,10 @@ def _began_at(run: RunHandle) -> float:
 
 def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """The findings that each sink has, given the last row that it has."""
-    noted: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
+    sent: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
     return {
-        name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
-        for name, last in steps_held.items()
+        name: {key: line for key, line in sent.get(name, {}).items() if line <= last_step}
+        for name, last_step in steps_held.items()
     }
 
 

@@ -37,12 +37,12 @@ class TensorBoardSink:
         messages = import_module(
             "tensorboard.compat.proto.event_pb2"
         )  # typed as Any: it has no type hints
-        writing = import_module("tensorboard.summary.writer.event_file_writer")
+        writer_module = import_module("tensorboard.summary.writer.event_file_writer")
         folder = run.folder / FOLDER
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._event = messages.Event
-        self._writer = writing.EventFileWriter(str(folder))
+        self._writer = writer_module.EventFileWriter(str(folder))
         # A running tensorboard still shows the old curves; a session that starts at step 0 makes it drop them.
         session_log = messages.SessionLog(status=messages.SessionLog.START)
         self._writer.add_event(messages.Event(step=0, session_log=session_log))
@@ -63,8 +63,8 @@ class TensorBoardSink:
             self._add(line.finished_at, finding.steps, finding.values)
         self._writer.flush()
 
-    def _add(self, at: float, steps: int, values: Mapping[str, float]) -> None:
-        event = self._event(wall_time=at, step=steps)
+    def _add(self, wall_time: float, steps: int, values: Mapping[str, float]) -> None:
+        event = self._event(wall_time=wall_time, step=steps)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
         self._writer.add_event(event)

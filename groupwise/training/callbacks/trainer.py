@@ -49,7 +49,7 @@ def is_trainer_callback(kind: type) -> bool:
 
 
 def _base(kind: type) -> type | None:
-    return next((each for each in kind.__mro__ if each.__name__ == BASE), None)
+    return next((base for base in kind.__mro__ if base.__name__ == BASE), None)
 
 
 class TrainerArgs:
@@ -59,10 +59,10 @@ class TrainerArgs:
         vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
-        there = [each for each in vars(self) if not each.startswith("_")]
-        near = get_close_matches(name, there, n=3, cutoff=0.0)
+        attributes = [attribute for attribute in vars(self) if not attribute.startswith("_")]
+        suggestions = get_close_matches(name, attributes, n=3, cutoff=0.0)
         raise AttributeError(
-            f"these `args` have no `{name}`; there is no Trainer here. The nearest are {', '.join(near)}"
+            f"these `args` have no `{name}`; there is no Trainer here. The nearest are {', '.join(suggestions)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,9 +186,9 @@ class TrainerCallbackAdapter(Callback):
 
     def state(self) -> dict[str, Any]:
         """The best evaluation so far and, of a stateful callback, the attributes that it exports."""
-        known = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
-        saved = {"best": known or self._best, "asked": self._asked}
-        if not any(each.__name__ == STATEFUL for each in type(self.wrapped).__mro__):
+        best = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
+        saved = {"best": best or self._best, "asked": self._asked}
+        if not any(base.__name__ == STATEFUL for base in type(self.wrapped).__mro__):
             return saved
         return {**saved, "attributes": dict(self.wrapped.state()["attributes"])}
 
@@ -198,12 +198,14 @@ class TrainerCallbackAdapter(Callback):
         for name, value in state.get("attributes", {}).items():
             setattr(self.wrapped, name, value)
 
-    def _call(self, run: RunHandle, event: str, **given: Any) -> None:
+    def _call(self, run: RunHandle, event: str, **arguments: Any) -> None:
         """Call a method with the arguments of a Trainer, and pass on the requests in its `control`."""
         absent = dict.fromkeys(NOT_HERE)
         tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
         method = getattr(self.wrapped, event)
-        returned = method(self._args, self._state, self._control, **absent, **tokenizer, **given)
+        returned = method(
+            self._args, self._state, self._control, **absent, **tokenizer, **arguments
+        )
         if returned is not None:
             self._control = returned
         control = self._control
@@ -236,8 +238,8 @@ class TrainerCallbackAdapter(Callback):
         if best is None or sign * (value - best) > 0:
             self._state.best_metric, self._state.best_global_step = value, run.step
             saved = self._saved
-            here = saved is not None and saved[0] == run.step
-            self._state.best_model_checkpoint = saved[1] if saved and here else None
+            is_saved = saved is not None and saved[0] == run.step
+            self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
 
 
 def _args(run: RunHandle) -> dict[str, Any]:
@@ -247,8 +249,8 @@ def _args(run: RunHandle) -> dict[str, Any]:
         keys |= _section(run.config, section)
     for name in ("name", "dir", "type"):
         keys.pop(name, None)
-    supervised = run.kind == "sft"
-    evaluates = supervised or keys.get("eval_steps") is not None
+    is_sft = run.kind == "sft"
+    evaluates = is_sft or keys.get("eval_steps") is not None
     return {
         **keys,
         "output_dir": str(run.folder),
@@ -265,8 +267,8 @@ def _args(run: RunHandle) -> dict[str, Any]:
         "do_train": True,
         "do_eval": evaluates,
         "load_best_model_at_end": keys.get("load_best_model_at_end", False),
-        "metric_for_best_model": "eval_loss" if supervised else "eval_reward",
-        "greater_is_better": not supervised,
+        "metric_for_best_model": "eval_loss" if is_sft else "eval_reward",
+        "greater_is_better": not is_sft,
         "report_to": [],
         "push_to_hub": False,
         "disable_tqdm": False,
@@ -297,9 +299,9 @@ def _state(run: RunHandle) -> TrainerState:
         epoch=run.epoch,
         global_step=run.step,
         log_history=[
-            {**logs[done], "step": done}
-            for done in sorted(logs)
-            if done % settings.logging_steps == 0
+            {**logs[steps], "step": steps}
+            for steps in sorted(logs)
+            if steps % settings.logging_steps == 0
         ],
     )
 

@@ -58,9 +58,9 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),
         )
         if self._run.offline:
-            own = Path(self._run.dir).parent
-            for folder in own.parent.glob("offline-run-*"):
-                if folder.name != own.name:
+            run_folder = Path(self._run.dir).parent
+            for folder in run_folder.parent.glob("offline-run-*"):
+                if folder.name != run_folder.name:
                     shutil.rmtree(folder)
             return NOTHING
         return self._run.starting_step - 1
