@@ -29,7 +29,7 @@ FIRST_START = (0.49625658988952637, 0.7682217955589294, 0.08847743272781372, 0.1
 def libraries(versions: Mapping[str, str | None]) -> Finding:
     """Report the libraries that training imports; a missing one is a problem."""
     missing = [name for name, version in versions.items() if version is None]
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    version_list = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing:
         return Finding(
             "libraries",
@@ -43,7 +43,7 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
     return Finding(
         "libraries",
         "ok",
-        f"python {python}, {listed}",
+        f"python {python}, {version_list}",
         data={"versions": {"python": python, **versions}},
     )
 
@@ -57,22 +57,21 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def cores(threads: int, processes: int, there: int, load: float) -> Finding:
+def cores(threads: int, processes: int, available: int, load: float) -> Finding:
     """Compare torch's threads in all processes with the available cores, and report the load by other programs."""
-    data = {"threads": threads, "processes": processes, "cores": there, "load": load}
-    measured = (
-        f"{threads} thread{'s' * (threads > 1)} on {there} core{'s' * (there > 1)}, load {load:.1f}"
-    )
-    if threads > there:
+    data = {"threads": threads, "processes": processes, "cores": available, "load": load}
+    measured = f"{threads} thread{'s' * (threads > 1)} on {available} core{'s' * (available > 1)}, load {load:.1f}"
+    if threads > available:
         return Finding(
             "cores",
             "warning",
             measured,
             "threads that share a core wait for each other, which is slower than fewer threads",
-            f"run.threads={there}" + (f" run.processes={there}" if processes > there else ""),
+            f"run.threads={available}"
+            + (f" run.processes={available}" if processes > available else ""),
             data,
         )
-    if load > BUSY * there:
+    if load > BUSY * available:
         return Finding(
             "cores",
             "warning",
@@ -112,8 +111,8 @@ def memory(needed: float, free_mib: float | None) -> Finding:
     """Compare the memory that a run needs by its plan (MiB) with the free memory of the device."""
     data = {"needed_mib": needed, "free_mib": free_mib}
     if free_mib is None:
-        said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
-        return Finding("memory", "skipped", said, data=data)
+        message = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
+        return Finding("memory", "skipped", message, data=data)
     measured = f"a run needs about {needed:,.0f} MiB, {free_mib:,.0f} MiB are free"
     if needed > free_mib:
         meaning = "the run would be killed, or fail for want of memory"
@@ -145,11 +144,11 @@ def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding
     if same_draws and same_start:
         measured = "seeds, sampled tokens and the adapter's start are drawn as on other machines"
         return Finding("random numbers", "ok", measured, data=data)
-    what = "the seeds of the sampler" if not same_draws else "the start of an adapter"
+    subject = "the seeds of the sampler" if not same_draws else "the start of an adapter"
     return Finding(
         "random numbers",
         "warning" if same_draws else "problem",
-        f"{what} differ from those of other machines",
+        f"{subject} differ from those of other machines",
         "a run with the same seed gives something else here",
         "install the pinned releases (constraints.txt) to repeat a run of another machine",
         data,
