@@ -242,11 +242,11 @@ def answer_end(tokenizer: Any) -> int | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     ids = _ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
-    special: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
-    for place in range(len(ids), 0, -1):
-        text = tokenizer.decode(ids[place - 1 :], skip_special_tokens=False)
+    special_ids: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
+    for index in range(len(ids), 0, -1):
+        text = tokenizer.decode(ids[index - 1 :], skip_special_tokens=False)
         if ANSWER in text:
-            return next((token for token in ids[place:] if token in special), None)
+            return next((token for token in ids[index:] if token in special_ids), None)
     return None
 
 
@@ -268,7 +268,7 @@ def _assistant_message(text: str) -> Message:
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix of two sequences, in tokens."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _short_repr(text: str) -> str:

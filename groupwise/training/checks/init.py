@@ -94,12 +94,14 @@ def init(
     Raises `UsageError`.
     """
     findings = Findings(on_finding)
-    found = load_task(task)
-    findings.add(check_hooks(found))
+    loaded_task = load_task(task)
+    findings.add(check_hooks(loaded_task))
     # Prefer RL if the task has rows for it, otherwise SFT; `require` reports missing hooks.
-    kind = kind or ("rl" if found.has("get_rl_dataset") or not suffices(found, "sft") else "sft")
-    require(found, kind)
-    file = out or Path(f"{stem_of(Path(found.name))}{'-sft' if kind == 'sft' else ''}.yaml")
+    kind = kind or (
+        "rl" if loaded_task.has("get_rl_dataset") or not suffices(loaded_task, "sft") else "sft"
+    )
+    require(loaded_task, kind)
+    file = out or Path(f"{stem_of(Path(loaded_task.name))}{'-sft' if kind == 'sft' else ''}.yaml")
     if file.is_dir():
         raise UsageError(f"--out {file} is a folder; give the name of a file in it.")
     if not file.parent.is_dir():
@@ -108,23 +110,25 @@ def init(
         raise UsageError(
             f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
         )
-    draft = Draft(kind, model, tuple(overrides), found.config_schema())
+    draft = Draft(kind, model, tuple(overrides), loaded_task.config_schema())
     choose_beside_given(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
-    cost = choose(draft, found, task, measure)
+    cost = choose(draft, loaded_task, task, measure)
     for choice in draft.choices():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
     findings.add(*cost.findings)
     words = commands(kind, task, str(file))
     config = draft.load().config
     machine = cost.layout.processor or cost.layout.device
-    title = f"Written by groupwise init for {found.name} with {config.model.name} on {machine}."
+    title = (
+        f"Written by groupwise init for {loaded_task.name} with {config.model.name} on {machine}."
+    )
     try:
         file.write_text(render(title, words, draft.choices()), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
-        f"{file} for {found.described}",
+        f"{file} for {loaded_task.described}",
         tuple(findings.found),
         CODE,
         {
@@ -166,12 +170,14 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         prompt_room(config.model, 0),
     )
     prepared = prepare_rl(draft.load(), source)
-    longest = _longest(prepared)
-    free = _free(device)
-    fit_memory(draft, lambda: _planned_memory(draft, longest), free, BUDGETS[device], SLOTS)
+    longest_prompt = _longest(prepared)
+    free_mib = _free(device)
+    fit_memory(
+        draft, lambda: _planned_memory(draft, longest_prompt), free_mib, BUDGETS[device], SLOTS
+    )
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
-    layout = placement.choose_layout(draft.config, longest)
-    return _cost(draft, replace(prepared, loaded=draft.load(), layout=layout), free, measure)
+    layout = placement.choose_layout(draft.config, longest_prompt)
+    return _cost(draft, replace(prepared, loaded=draft.load(), layout=layout), free_mib, measure)
 
 
 def _longest(prepared: RlPrepared) -> int:
@@ -184,40 +190,42 @@ def _parameters(draft: Draft) -> int:
     return all_parameters(draft.load().config.model)
 
 
-def _planned_memory(draft: Draft, longest: int) -> float:
+def _planned_memory(draft: Draft, longest_prompt: int) -> float:
     """Memory of a step in MiB, by the plan."""
     config = draft.config
-    return planned_sizes(config, placement.choose_layout(config, longest)).memory.total
+    return planned_sizes(config, placement.choose_layout(config, longest_prompt)).memory.total
 
 
 def _free(device: str) -> float | None:
-    free = free_memory(device)
-    return None if free is None else free / MIB
+    free_bytes = free_memory(device)
+    return None if free_bytes is None else free_bytes / MIB
 
 
-def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool) -> Cost:
+def _cost(draft: Draft, prepared: RlPrepared, free_mib: float | None, measure: bool) -> Cost:
     """Estimate memory by the plan, and speed by measuring it, which may make a step smaller."""
-    layout, longest = prepared.layout, _longest(prepared)
+    layout, longest_prompt = prepared.layout, _longest(prepared)
     sizes = planned_sizes(prepared.config, layout)
-    memory = doctor_machine.memory(sizes.memory.total, free)
+    memory = doctor_machine.memory(sizes.memory.total, free_mib)
     if not measure or memory.level == "problem":
         return Cost(layout, (*_left_out(prepared), memory, _not_measured(memory)))
-    patient = Patient(
+    subject = Patient(
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
-    speeds, usual, peak = run_to_end(measure_cost(patient))
+    speeds, usual_length, peak = run_to_end(measure_cost(subject))
     measured_peak = doctor_cost.peak(sizes.memory.total, peak)
 
     def step_seconds() -> float:
-        speed = doctor_cost.estimate(speeds, draft.config, None, None, longest)
+        speed = doctor_cost.estimate(speeds, draft.config, None, None, longest_prompt)
         return float(speed.data["step_seconds_at_most"])
 
     fit_time(draft, step_seconds)
     config = draft.config
-    memory = doctor_machine.memory(_planned_memory(draft, longest), free)
-    speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
+    memory = doctor_machine.memory(_planned_memory(draft, longest_prompt), free_mib)
+    speed = doctor_cost.estimate(
+        speeds, config, config.training.max_steps, usual_length, longest_prompt
+    )
     return Cost(
-        placement.choose_layout(config, longest),
+        placement.choose_layout(config, longest_prompt),
         (*_left_out(prepared), memory, measured_peak, speed),
     )
 
@@ -260,8 +268,8 @@ def known_answers(
         for form in accepted_forms(example.columns.get(column))
     ]
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
-    whole = column == GOLD_COMPLETION
-    return Answers(max(lengths), f"column `{column}`", whole, len(lengths)) if lengths else None
+    is_whole = column == GOLD_COMPLETION
+    return Answers(max(lengths), f"column `{column}`", is_whole, len(lengths)) if lengths else None
 
 
 def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None:
@@ -287,31 +295,33 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
 
 def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trained(draft, _parameters(draft))
-    first = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
-    longest = first.lessons.longest
-    choose_teacher_step(draft, len(first.lessons.lessons), longest)
-    device = first.layout.device
-    free = _free(device)
+    initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
+    longest_row = initial.lessons.longest
+    choose_teacher_step(draft, len(initial.lessons.lessons), longest_row)
+    device = initial.layout.device
+    free_mib = _free(device)
 
     def planned_memory() -> float:
         config = draft.sft_config
-        return planned_sft_sizes(config, placement.supervised_layout(config), longest).memory.total
+        return planned_sft_sizes(
+            config, placement.supervised_layout(config), longest_row
+        ).memory.total
 
-    fit_memory(draft, planned_memory, free, BUDGETS[device])
-    choose_dtype(draft, first.layout.dtype, has_bfloat16(device))
+    fit_memory(draft, planned_memory, free_mib, BUDGETS[device])
+    choose_dtype(draft, initial.layout.dtype, has_bfloat16(device))
     prepared = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
-    planned = planned_sft_sizes(prepared.config, prepared.layout, longest).memory.total
-    memory = doctor_machine.memory(planned, free)
+    planned_mib = planned_sft_sizes(prepared.config, prepared.layout, longest_row).memory.total
+    memory = doctor_machine.memory(planned_mib, free_mib)
     findings = (*_cut(prepared), memory)
     if not measure or memory.level == "problem":
         return Cost(prepared.layout, (*findings, _not_measured(memory)))
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
-    unused = Path(config.run.dir) / "init"
-    with closing(build.supervised_parts(config, layout, "init", unused)) as parts:
+    unused_folder = Path(config.run.dir) / "init"
+    with closing(build.supervised_parts(config, layout, "init", unused_folder)) as parts:
         speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
         peak = parts.peak_memory(layout.device)
     speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)
-    return Cost(prepared.layout, (*findings, doctor_cost.peak(planned, peak), speed))
+    return Cost(prepared.layout, (*findings, doctor_cost.peak(planned_mib, peak), speed))
 
 
 def _cut(prepared: SftPrepared) -> Iterator[Finding]:
