@@ -479,29 +479,29 @@ class _Reader:
 
     def settings(self) -> dict[str, Any]:
         """The settings of the last trainer. Settings that no trainer uses come from the last call of each kind (for models, the first)."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         used_calls: list[Made] = []
         trainers = [call for call in self.made if call.kind == "GRPOTrainer"]
         if trainers:
-            self._take(found, trainers[-1], used_calls)
+            self._take(settings, trainers[-1], used_calls)
         for kind in CALLS:
             of_kind = [call for call in self.made if call.kind == kind]
             if kind == "SamplingParams" or not of_kind:
                 continue
-            if kind == "from_pretrained" and isinstance(found.get("model"), str):
+            if kind == "from_pretrained" and isinstance(settings.get("model"), str):
                 continue
             if not any(call.kind == kind for call in used_calls):
                 chosen_call = of_kind[0] if kind == "from_pretrained" else of_kind[-1]
-                self._take(found, chosen_call, used_calls)
+                self._take(settings, chosen_call, used_calls)
             last_line = max(call.line for call in used_calls if call.kind == kind)
             other_lines = [str(call.line) for call in of_kind if call not in used_calls]
             if kind in ("GRPOConfig", "GRPOTrainer") and other_lines:
                 why = f"that of line {last_line} is read instead"
-                found[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
+                settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
         if self.flags_read:
             why = "what it gives is not known, and of {} the defaults are taken"
-            found["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
-        return found
+            settings["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
+        return settings
 
     def _take(self, settings: dict[str, Any], call: Made, used_calls: list[Made]) -> None:
         """Take the settings of an object and of its arguments; a known value takes precedence over an unread one."""

@@ -723,52 +723,54 @@ def _rewards(translation: Translation) -> None:
     _warn_of_scripts(translation, {str(each).rpartition(":")[0] for each in entries})
 
 
-def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
+def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:
     # Keys of the file that became parameters of a reward are taken; the others equal the default.
-    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
+    dict_entries = [cast("dict[str, Any]", entry) for entry in rewards if isinstance(entry, dict)]
     entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
         for name, (key, _) in parameters.items():
-            if name in made.given:
-                used = any(each["name"] == reward and key in each for each in entries)
-                made.fates.setdefault(name, "taken" if used else "default")
-                entries_text += [name] if used else []
-    if not ours:
-        if "reward_weights" in made.given:
-            made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
+            if name in translation.given:
+                is_used = any(entry["name"] == reward and key in entry for entry in dict_entries)
+                translation.fates.setdefault(name, "taken" if is_used else "default")
+                entries_text += [name] if is_used else []
+    if not rewards:
+        if "reward_weights" in translation.given:
+            translation.lose(
+                "reward_weights", "is not taken over: no reward is left that it weighs"
+            )
         return
-    given = "reward_funcs" in made.given
-    origin = made.origin("reward_funcs") if given else "open-r1's default."
+    is_given = "reward_funcs" in translation.given
+    origin = translation.origin("reward_funcs") if is_given else "open-r1's default."
     if entries_text:
         origin += f" Their parameters are from {', '.join(entries_text)}."
-    made.choose("rewards.reward_funcs", ours, origin)
-    made.fates |= {"reward_funcs": "taken"} if given else {}
+    translation.choose("rewards.reward_funcs", rewards, origin)
+    translation.fates |= {"reward_funcs": "taken"} if is_given else {}
     if None not in weights:
-        made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
+        translation.choose("rewards.reward_weights", weights, translation.origin("reward_weights"))
 
 
-def _weights(made: Translation, number: int) -> list[Any]:
+def _weights(translation: Translation, count: int) -> list[Any]:
     """The weight of each reward, in order; all None if the file has no usable weights."""
-    weights = made.take("reward_weights")
+    weights = translation.take("reward_weights")
     if weights is None:
-        return [None] * number
-    given = cast("list[Any]", weights) if isinstance(weights, list) else [weights]
-    numbers = all(isinstance(each, int | float) for each in given)
-    if len(given) == number and numbers:
-        return given
-    made.lose(
+        return [None] * count
+    weight_list = cast("list[Any]", weights) if isinstance(weights, list) else [weights]
+    numbers = all(isinstance(weight, int | float) for weight in weight_list)
+    if len(weight_list) == count and numbers:
+        return weight_list
+    translation.lose(
         "reward_weights",
-        f"{weights!r:.60} is not taken over: there are {number} rewards, and each has one number",
+        f"{weights!r:.60} is not taken over: there are {count} rewards, and each has one number",
     )
-    return [None] * number
+    return [None] * count
 
 
-def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
-    for module in sorted(each for each in modules if each.endswith(".py")):
-        path = made.file.parent / module
+def _warn_of_scripts(translation: Translation, modules: set[str]) -> None:
+    for module in sorted(name for name in modules if name.endswith(".py")):
+        path = translation.file.parent / module
         statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
         if statement is not None:
-            made.findings.append(
+            translation.findings.append(
                 Finding(
                     "reward_funcs",
                     "warning",
@@ -779,121 +781,135 @@ def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
             )
 
 
-def _data(made: Translation) -> None:
-    name = "dataset_mixture" if "dataset_mixture" in made.given else "datasets"
-    mixture: Any = made.take(name)
+def _data(translation: Translation) -> None:
+    name = "dataset_mixture" if "dataset_mixture" in translation.given else "datasets"
+    mixture: Any = translation.take(name)
     if isinstance(mixture, list):  # in TRL, the keys of a mixture are at the top level
         mixture = {
             "datasets": cast("Any", mixture),
-            "test_split_size": made.take("test_split_size"),
+            "test_split_size": translation.take("test_split_size"),
         }
-    whole = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
-    sets = list(_sets(made, name, whole.get("datasets")))
+    options = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
+    sets = list(_sets(translation, name, options.get("datasets")))
     if sets:
-        made.choose("data.dataset_mixture", sets, made.origin(name))
+        translation.choose("data.dataset_mixture", sets, translation.origin(name))
         for key in ("seed", "test_split_size"):
-            if (value := whole.get(key)) is not None:
-                made.choose(f"data.{key}", value, made.origin(f"{name}, {key},"))
+            if (value := options.get(key)) is not None:
+                translation.choose(f"data.{key}", value, translation.origin(f"{name}, {key},"))
         for key in ("dataset_name", "dataset_config", "dataset_test_split"):
-            if key in made.given:
-                made.lose(key, f"is not taken over: {name} names the data")
-    elif "dataset_name" in made.given:
-        made.choose("data.dataset_name", made.take("dataset_name"), made.origin("dataset_name"))
+            if key in translation.given:
+                translation.lose(key, f"is not taken over: {name} names the data")
+    elif "dataset_name" in translation.given:
+        translation.choose(
+            "data.dataset_name",
+            translation.take("dataset_name"),
+            translation.origin("dataset_name"),
+        )
     if mixture is not None and not sets:
-        made.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
-    if made.open_r1 and made.names_data:
-        made.choose(
+        translation.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
+    if translation.open_r1 and translation.names_data:
+        translation.choose(
             "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
         )
 
 
-def _evaluates(made: Translation) -> bool:
-    return made.given.get("eval_strategy", "no") not in ("no", False)
+def _evaluates(translation: Translation) -> bool:
+    return translation.given.get("eval_strategy", "no") not in ("no", False)
 
 
-def _sets(made: Translation, name: str, several: Any) -> Iterator[dict[str, Any]]:
+def _sets(translation: Translation, name: str, datasets: Any) -> Iterator[dict[str, Any]]:
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
-    for each in cast("Sequence[Any]", several if isinstance(several, list) else ()):
-        if not isinstance(each, Mapping):
-            made.lose(name, f"{each!r:.40} is not taken over: it is no set")
+    for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
+        if not isinstance(dataset, Mapping):
+            translation.lose(name, f"{dataset!r:.40} is not taken over: it is no set")
             continue
-        given = {
+        options = {
             key: value
-            for key, value in cast("Mapping[str, Any]", each).items()
+            for key, value in cast("Mapping[str, Any]", dataset).items()
             if value is not None
         }
-        source = given.pop("id", None) or given.pop("path", None)
+        source = options.pop("id", None) or options.pop("path", None)
         entry: dict[str, Any] = {"source": source}
-        for ours, theirs in (
+        for own_key, foreign_key in (
             ("config", "config"),
             ("config", "name"),
             ("split", "split"),
             ("weight", "weight"),
             ("weight", "fraction"),
         ):
-            if theirs in given:
-                entry[ours] = given.pop(theirs)
-        if columns := given.pop("columns", None):
-            made.remark(
+            if foreign_key in options:
+                entry[own_key] = options.pop(foreign_key)
+        if columns := options.pop("columns", None):
+            translation.remark(
                 name,
                 f"the columns {columns} of {source} are kept as all others are",
             )
-        for key in given:
-            made.lose(name, f"{key} of {source} is not taken over: no set here has it")
+        for key in options:
+            translation.lose(name, f"{key} of {source} is not taken over: no set here has it")
         yield entry
 
 
-def _run(made: Translation) -> None:
-    place = made.take("output_dir")
-    if isinstance(place, str) and place.strip("./ "):
-        folder = Path(place)
-        made.choose(
+def _run(translation: Translation) -> None:
+    output_dir = translation.take("output_dir")
+    if isinstance(output_dir, str) and output_dir.strip("./ "):
+        folder = Path(output_dir)
+        translation.choose(
             "run.dir",
             str(folder.parent) if str(folder.parent) != "." else "runs",
-            made.origin("output_dir"),
+            translation.origin("output_dir"),
         )
-        if not made.given.get("run_name"):
-            made.choose("run.name", folder.name, made.origin("output_dir"))
-    evaluates = made.given.get("do_eval") or _evaluates(made)
-    if "dataset_test_split" in made.given and not evaluates:
-        made.fates["dataset_test_split"] = "default"
-        made.remark(
+        if not translation.given.get("run_name"):
+            translation.choose("run.name", folder.name, translation.origin("output_dir"))
+    evaluates = translation.given.get("do_eval") or _evaluates(translation)
+    if "dataset_test_split" in translation.given and not evaluates:
+        translation.fates["dataset_test_split"] = "default"
+        translation.remark(
             "dataset_test_split",
             "is not taken over: without eval_strategy nothing is evaluated on it",
         )
-    _sinks(made)
-    every = made.take("eval_steps")
-    strategy = made.take("eval_strategy")
+    _sinks(translation)
+    eval_steps = translation.take("eval_steps")
+    strategy = translation.take("eval_strategy")
     if strategy == "steps":
-        counted = "eval_steps" if every else "logging_steps"
-        steps = made.take(counted, 10)
-        origin = made.origin(counted) if counted in made.given else "TRL's default."
-        made.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
+        steps_key = "eval_steps" if eval_steps else "logging_steps"
+        steps = translation.take(steps_key, 10)
+        origin = (
+            translation.origin(steps_key) if steps_key in translation.given else "TRL's default."
+        )
+        translation.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
-        made.fates |= {"eval_steps": "default"} if every else {}
-        if _evaluates(made):
-            made.lose(
+        translation.fates |= {"eval_steps": "default"} if eval_steps else {}
+        if _evaluates(translation):
+            translation.lose(
                 "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
             )
-    if made.given.get("push_to_hub") is not True or "hub_model_id" not in made.given:
-        for name in made.given.keys() & {"hub_model_id", "hub_model_revision", "hub_private_repo"}:
-            made.fates[name] = "default"
+    if translation.given.get("push_to_hub") is not True or "hub_model_id" not in translation.given:
+        for name in translation.given.keys() & {
+            "hub_model_id",
+            "hub_model_revision",
+            "hub_private_repo",
+        }:
+            translation.fates[name] = "default"
 
 
-def _sinks(made: Translation) -> None:
-    sinks = made.take("report_to")
-    named = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
-    known = [each for each in named if each in ("wandb", "tensorboard", "trackio", "mlflow")]
-    if known:
-        made.choose("run.report_to", known, made.origin("report_to"))
-    for each in named:
-        if each not in (*known, None, "none"):
+def _sinks(translation: Translation) -> None:
+    sinks = translation.take("report_to")
+    sink_names = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
+    supported = [
+        sink for sink in sink_names if sink in ("wandb", "tensorboard", "trackio", "mlflow")
+    ]
+    if supported:
+        translation.choose("run.report_to", supported, translation.origin("report_to"))
+    for sink in sink_names:
+        if sink not in (*supported, None, "none"):
             text = "is not taken over: there are wandb, tensorboard, trackio, mlflow"
-            made.lose("report_to", f"{each} {text}")
-    tables = {*known} - {"tensorboard"}
+            translation.lose("report_to", f"{sink} {text}")
+    tables = {*supported} - {"tensorboard"}
     names = (
-        {"wandb_project", "wandb_entity", "wandb_run_group"} if "wandb" not in known else set[str]()
+        {"wandb_project", "wandb_entity", "wandb_run_group"}
+        if "wandb" not in supported
+        else set[str]()
     )
-    for name in made.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
-        made.fates[name] = "default"
-        made.remark(name, "is not taken over: report_to names no such sink")
+    for name in translation.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
+        translation.fates[name] = "default"
+        translation.remark(name, "is not taken over: report_to names no such sink")

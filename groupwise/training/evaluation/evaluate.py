@@ -107,9 +107,11 @@ class EvalResult:
         A task's own metric is treated as a fraction of the prompts, such as an accuracy; if its name has the label of a mixture's task, as
         a fraction of that task's prompts. Raises KeyError if that number of prompts is unknown; such metrics are not in `judged`.
         """
-        found = measure(metric, self.rows)
+        computed = measure(metric, self.rows)
         return (
-            found.interval if found else wilson(self.metrics[metric], self._prompt_counts[metric])
+            computed.interval
+            if computed
+            else wilson(self.metrics[metric], self._prompt_counts[metric])
         )
 
     @property
@@ -120,13 +122,13 @@ class EvalResult:
     @property
     def metrics_with_interval(self) -> list[str]:
         """The metrics that have an interval: reward, success rates, and accuracies from 0 to 1 over a known number of prompts."""
-        behind = self._prompt_counts
+        prompt_counts = self._prompt_counts
         return [
             name
             for name, value in self.metrics.items()
             if name == REWARD
             or is_share(name)
-            or (name in behind and name.endswith("accuracy") and 0 <= value <= 1)
+            or (name in prompt_counts and name.endswith("accuracy") and 0 <= value <= 1)
         ]
 
     @property
@@ -134,14 +136,18 @@ class EvalResult:
         """Number of prompts of each of the task's metrics, if known: all prompts, or those of the label in its name."""
         of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
         counts = {**of_labels, "": self.prompts}
-        found = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
-        return {name: count for name, count in found.items() if count is not None}
+        counts_by_metric = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
+        return {name: count for name, count in counts_by_metric.items() if count is not None}
 
     @property
     def left_out(self) -> dict[str, int]:
         """For each metric, the number of prompts that it lacks because too few of their samples could be scored."""
-        found = {name: measure(name, self.rows) for name in self.metrics_with_interval}
-        return {name: each.left_out for name, each in found.items() if each and each.left_out}
+        measures = {name: measure(name, self.rows) for name in self.metrics_with_interval}
+        return {
+            name: computed.left_out
+            for name, computed in measures.items()
+            if computed and computed.left_out
+        }
 
     @property
     def failures(self) -> dict[str, int]:
@@ -176,13 +182,15 @@ def compare_before_after(
 
     `untrained` is the result of the base model, if the run started from a warm-up.
     """
-    first, last = before.rewards, after.rewards
-    both = sorted(first.keys() & last.keys())
-    change = paired_difference([first[key] for key in both], [last[key] for key in both])
-    all_of_them = [before, after, *([untrained] if untrained else [])]
-    names = [name for name in after.metrics if all(name in each.metrics for each in all_of_them)]
+    rewards_before, rewards_after = before.rewards, after.rewards
+    common_keys = sorted(rewards_before.keys() & rewards_after.keys())
+    change = paired_difference(
+        [rewards_before[key] for key in common_keys], [rewards_after[key] for key in common_keys]
+    )
+    results = [before, after, *([untrained] if untrained else [])]
+    names = [name for name in after.metrics if all(name in result.metrics for result in results)]
     return {
-        "prompts": len(both),
+        "prompts": len(common_keys),
         "change": _interval_as_dict(change),
         "rises": change.low > 0,
         **(
@@ -308,13 +316,17 @@ async def answer_held_out(
         on_metrics_failed(error)
     rows = rows_of(groups, held_out_set.success)
     measures = {name: measure(name, rows) for name in metric_names(rows, held_out_set.pass_at_k)}
-    means = {name: fmean(each.values.values()) for name, each in measures.items() if each}
+    means = {
+        name: fmean(computed.values.values()) for name, computed in measures.items() if computed
+    }
     failed = sum(_is_failure(row) for row in rows)
-    own = {**means, "rollouts/failed": float(failed)} if failed else means
+    own_metrics = {**means, "rollouts/failed": float(failed)} if failed else means
     # Built-in metrics have priority: a task's metric of the same name is renamed to `task/<name>`.
     numbers = _numbers(details).items()
-    theirs = {f"task/{name}" if name in own else name: value for name, value in numbers}
-    return EvalResult(policy, {**own, **theirs}, details, rows)
+    task_metrics = {
+        f"task/{name}" if name in own_metrics else name: value for name, value in numbers
+    }
+    return EvalResult(policy, {**own_metrics, **task_metrics}, details, rows)
 
 
 async def _sample(held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
@@ -367,11 +379,11 @@ def evaluate_each(
     """Evaluate several policies in the same way, one after the other; all of them are looked up before the first is loaded."""
     loaded = _load(config, overrides, samples_per_prompt, policies, output)
     with build.expected_ranks(loaded.config):
-        found, settings, every = _resolve(loaded, task, policies, output)
+        resolved_task, settings, found_policies = _resolve(loaded, task, policies, output)
         results: list[EvalResult] = []
-        for weights in every:
+        for weights in found_policies:
             build.expect_ranks(settings)
-            results.append(run_to_end(_evaluate(settings, found, weights, output)))
+            results.append(run_to_end(_evaluate(settings, resolved_task, weights, output)))
         return results
 
 
@@ -386,18 +398,20 @@ def plan_each(
 ) -> dict[str, Any]:
     """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
     loaded = _load(config, overrides, samples_per_prompt, policies, output)
-    found, settings, every = _resolve(loaded, task, policies, output)
-    prepared = _prepare(settings, found)
-    places = [_result_place(found, weights, settings) for weights in every]
+    resolved_task, settings, found_policies = _resolve(loaded, task, policies, output)
+    prepared = _prepare(settings, resolved_task)
+    places = [_result_place(resolved_task, weights, settings) for weights in found_policies]
     return {
         "config": resolved_values(settings),
         "plan": {
-            "task": found.described,
-            "policies": [weights.label for weights in every],
+            "task": resolved_task.described,
+            "policies": [weights.label for weights in found_policies],
             "prompts": len(prepared.prompts.examples),
             "longest_prompt": prepared.prompts.longest,
             "samples_per_prompt": settings.eval.samples_per_prompt,
-            "folders": [str(each.run or each.folder) for each in every if each.folder],
+            "folders": [
+                str(policy.run or policy.folder) for policy in found_policies if policy.folder
+            ],
             "results": [str(output or result_file(folder, name)) for folder, name in places],
         },
     }
@@ -423,13 +437,13 @@ def _resolve(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
 ) -> tuple[Task, RunConfig, list[FoundPolicy]]:
     """The task, the config with the task's own keys, and the policies. Raises UsageError also if results could not be written."""
-    found = rollout_builder.task_of(loaded.config, task)
-    require(found, "eval")
-    settings = with_task_schema(loaded, found.config_schema()).config
-    every = [_find_policy(policy, settings) for policy in policies]
-    for weights in every:
-        check_writable(*_result_place(found, weights, settings), output)
-    return found, settings, every
+    resolved_task = rollout_builder.task_of(loaded.config, task)
+    require(resolved_task, "eval")
+    settings = with_task_schema(loaded, resolved_task.config_schema()).config
+    found_policies = [_find_policy(policy, settings) for policy in policies]
+    for weights in found_policies:
+        check_writable(*_result_place(resolved_task, weights, settings), output)
+    return resolved_task, settings, found_policies
 
 
 def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
@@ -474,12 +488,12 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
 
     None if `eval.before_and_after` is off or the task has no held-out prompts.
     """
-    found = rollout_builder.task_of(loaded.config, task)
-    if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
+    resolved_task = rollout_builder.task_of(loaded.config, task)
+    if not loaded.config.eval.before_and_after or not resolved_task.has("get_eval_dataset"):
         return None
-    found, settings, [policy] = _resolve(loaded, task, ["base"], None)
+    resolved_task, settings, [policy] = _resolve(loaded, task, ["base"], None)
     with build.expected_ranks(settings):
-        return run_to_end(_answer_and_score(settings, found, policy))[0]
+        return run_to_end(_answer_and_score(settings, resolved_task, policy))[0]
 
 
 async def _evaluate(
@@ -529,9 +543,9 @@ def _is_failure(row: Mapping[str, Any]) -> bool:
 
 def _numbers(details: Mapping[str, Any]) -> dict[str, float]:
     """The task's numeric metrics: those in its `metrics` sub-dict or, without one, at the top level."""
-    chosen = details.get("metrics", details)
+    metrics = details.get("metrics", details)
     return {
         name: float(value)
-        for name, value in chosen.items()
+        for name, value in metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -153,13 +153,13 @@ def by_prompt(rows: Iterable[Row]) -> dict[str, list[Row]]:
     by_example: dict[int, list[Row]] = {}
     for row in rows:
         by_example.setdefault(row["example"], []).append(row)
-    found: dict[str, list[Row]] = {}
-    seen: dict[str, int] = {}
+    samples_by_key: dict[str, list[Row]] = {}
+    occurrences: dict[str, int] = {}
     for samples in by_example.values():
         key = samples[0].get("key") or prompt_key(samples[0])
-        seen[key] = seen.get(key, 0) + 1
-        found[key if seen[key] == 1 else f"{key}#{seen[key]}"] = samples
-    return found
+        occurrences[key] = occurrences.get(key, 0) + 1
+        samples_by_key[key if occurrences[key] == 1 else f"{key}#{occurrences[key]}"] = samples
+    return samples_by_key
 
 
 def prompt_key(row: Row) -> str:
@@ -169,13 +169,13 @@ def prompt_key(row: Row) -> str:
 
 def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
     """The metrics that can be computed from these rows; `pass@k` for the given k."""
-    samples = max((len(each) for each in by_prompt(rows).values()), default=0)
-    repeated = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
+    samples = max((len(group) for group in by_prompt(rows).values()), default=0)
+    sample_metrics = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
     parts = dict.fromkeys(f"rewards/{name}/mean" for row in rows for name in row["parts"])
-    names = [REWARD, *(f"pass@{k}" for k in ks), *repeated, *parts, LENGTH, CLIPPED]
+    names = [REWARD, *(f"pass@{k}" for k in ks), *sample_metrics, *parts, LENGTH, CLIPPED]
     if any(_written_tokens(row) != row["tokens"] for row in rows):
         names.append(WHOLE_LENGTH)
-    return [name for name in names if (found := measure(name, rows)) and found.values]
+    return [name for name in names if (result := measure(name, rows)) and result.values]
 
 
 def measure(name: str, rows: Iterable[Row]) -> Measure | None:
@@ -184,8 +184,8 @@ def measure(name: str, rows: Iterable[Row]) -> Measure | None:
     if compute is None:
         return None
     values = {key: compute(samples) for key, samples in by_prompt(rows).items()}
-    known = {key: value for key, value in values.items() if value is not None}
-    return Measure(known, len(values) - len(known))
+    known_values = {key: value for key, value in values.items() if value is not None}
+    return Measure(known_values, len(values) - len(known_values))
 
 
 def is_share(name: str) -> bool:
@@ -213,8 +213,8 @@ def _written_tokens(row: Row) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def _rows_with_verdict(rows: Sequence[Row]) -> list[Row]:
@@ -222,17 +222,19 @@ def _rows_with_verdict(rows: Sequence[Row]) -> list[Row]:
 
 
 def _pass_at_k(rows: Sequence[Row], k: int) -> float | None:
-    judged = _rows_with_verdict(rows)
-    if len(judged) < k:
+    judged_rows = _rows_with_verdict(rows)
+    if len(judged_rows) < k:
         return None
-    return pass_at_k(len(judged), sum(row["success"] for row in judged), k)
+    return pass_at_k(len(judged_rows), sum(row["success"] for row in judged_rows), k)
 
 
 def _majority_vote(rows: Sequence[Row]) -> float | None:
-    judged = _rows_with_verdict(rows)
-    if not judged:
+    judged_rows = _rows_with_verdict(rows)
+    if not judged_rows:
         return None
-    return majority([row.get("answer") for row in judged], [row["success"] for row in judged])
+    return majority(
+        [row.get("answer") for row in judged_rows], [row["success"] for row in judged_rows]
+    )
 
 
 _SIMPLE: dict[str, Compute] = {

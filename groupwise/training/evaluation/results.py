@@ -51,8 +51,8 @@ WANTED_IN_ROWS = (
 
 def result_name(task: str, policy: str) -> str:
     """Task and policy in characters and a length that every file system accepts; of a long path, the end is kept."""
-    plain = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
-    return f"{task[:LONGEST_NAME]}-{plain[-LONGEST_NAME:]}"
+    safe_policy = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
+    return f"{task[:LONGEST_NAME]}-{safe_policy[-LONGEST_NAME:]}"
 
 
 def check_writable(folder: Path, name: str, output: Path | None) -> None:
@@ -73,15 +73,15 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
 
     If another process has written `output` since it was checked, the name becomes `NAME-2`, so that finished work is not lost.
     """
-    marked = {"format": FORMAT, "kind": KIND, **content}
+    document = {"format": FORMAT, "kind": KIND, **content}
     if output is None:
-        return add_result(folder, name, marked)
+        return add_result(folder, name, document)
     with atomic_files.explaining_disk_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         file = output if number == 1 else output.with_stem(f"{output.stem}-{number}")
         with suppress(FileExistsError):
-            atomic_files.write_json(file, marked, replace=False)
+            atomic_files.write_json(file, document, replace=False)
             return file
     raise AssertionError("unreachable")
 
@@ -102,10 +102,10 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} holds the result of a {kind}; what can be compared is an evaluation."
         )
-    known = content.get("format", FORMAT)
-    if not isinstance(known, int) or known > FORMAT:
+    format_version = content.get("format", FORMAT)
+    if not isinstance(format_version, int) or format_version > FORMAT:
         raise UsageError(
-            f"{path} has format {known!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
+            f"{path} has format {format_version!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
         )
     missing = [name for name, type_ in WANTED.items() if not isinstance(content.get(name), type_)]
     if missing := missing or _missing_in_rows(content["rows"]):
@@ -130,9 +130,9 @@ def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
         if not all(isinstance(row, dict) and name in row for row in rows)
     ]
     return missing or [
-        f"{what} as `{name}` in each row"
-        for name, (what, fits) in KINDS_IN_ROWS.items()
-        if not all(fits(row[name]) for row in rows)
+        f"{type_name} as `{name}` in each row"
+        for name, (type_name, is_valid) in KINDS_IN_ROWS.items()
+        if not all(is_valid(row[name]) for row in rows)
     ]
 
 

@@ -120,7 +120,8 @@ class SuitesFound:
         return {
             "policy": self.label,
             "metrics": {
-                f"{name}/{METRIC}": found["metrics"][METRIC] for name, found in self.results.items()
+                f"{name}/{METRIC}": result["metrics"][METRIC]
+                for name, result in self.results.items()
             },
             "suites": {
                 name: {key: value for key, value in found.items() if key != "rows"}
@@ -145,13 +146,19 @@ def evaluate_suites(
     place = _place(request, policy)
     for name in request.suites:
         check_writable(place.parent, result_name(name, policy.label), request.output)
-    found = SuitesFound(policy.label)
+    outcome = SuitesFound(policy.label)
     with sigterm_interrupts():
         if request.endpoint is not None:
             assert request.endpoint_model is not None, "it was checked"
-            asking = request.asking(request.endpoint, request.endpoint_model)
-            run_to_end(_reach(Endpoint(asking.base_url, asking.model, request.api_key_env, 30.0)))
-            _ask_all(request, asking, program, policy, found, None, on_progress)
+            model_settings = request.asking(request.endpoint, request.endpoint_model)
+            run_to_end(
+                _reach(
+                    Endpoint(
+                        model_settings.base_url, model_settings.model, request.api_key_env, 30.0
+                    )
+                )
+            )
+            _ask_all(request, model_settings, program, policy, outcome, None, on_progress)
         else:
             folder = _new_folder(place, _name(request, "server", policy))
             on_progress(f"the server begins; its log is {folder / 'server.txt'}")
@@ -165,13 +172,19 @@ def evaluate_suites(
                 time_limit=request.time_limit,
             ) as (server, url, model):
                 _ask_all(
-                    request, request.asking(url, model), program, policy, found, server, on_progress
+                    request,
+                    request.asking(url, model),
+                    program,
+                    policy,
+                    outcome,
+                    server,
+                    on_progress,
                 )
-    if request.output is not None and found.results:
-        content = {"kind": KIND, **found.summary, "finished_at": time.time()}
-        rows = {name: each["rows"] for name, each in found.results.items()}
-        found.path = write_result({**content, "rows": rows}, place.parent, "", request.output)
-    return found
+    if request.output is not None and outcome.results:
+        content = {"kind": KIND, **outcome.summary, "finished_at": time.time()}
+        rows = {name: result["rows"] for name, result in outcome.results.items()}
+        outcome.path = write_result({**content, "rows": rows}, place.parent, "", request.output)
+    return outcome
 
 
 def plan(request: SuitesAsked) -> dict[str, Any]:
@@ -180,7 +193,7 @@ def plan(request: SuitesAsked) -> dict[str, Any]:
     policy = _policy(request)
     place = _place(request, policy)
     model = request.endpoint_model or "MODEL"
-    asking = request.asking(request.endpoint or "http://127.0.0.1:PORT", model)
+    model_settings = request.asking(request.endpoint or "http://127.0.0.1:PORT", model)
     folders = {name: place / _name(request, name, policy) for name in request.suites}
     return {
         **({"serve": list(request.serve)} if request.serve else {}),
@@ -188,8 +201,8 @@ def plan(request: SuitesAsked) -> dict[str, Any]:
         "time_limit": request.time_limit,
         "suites": {
             name: {
-                "command": lighteval.command(program, SUITES[name], asking, folder),
-                lighteval.MODEL: lighteval.model_file(asking, folder),
+                "command": lighteval.command(program, SUITES[name], model_settings, folder),
+                lighteval.MODEL: lighteval.model_file(model_settings, folder),
                 "results": str(request.output or result_file(place.parent, folder.name)),
             }
             for name, folder in folders.items()
@@ -199,15 +212,15 @@ def plan(request: SuitesAsked) -> dict[str, Any]:
 
 def _ask_all(
     request: SuitesAsked,
-    asking: Asking,
+    model_settings: Asking,
     program: Sequence[str],
     policy: FoundPolicy,
-    found: SuitesFound,
+    outcome: SuitesFound,
     server: Family | None,
     on_progress: Callable[[str], None],
 ) -> None:
     place = _place(request, policy)
-    key = Endpoint(asking.base_url, asking.model, request.api_key_env).key()
+    key = Endpoint(model_settings.base_url, model_settings.model, request.api_key_env).key()
     for name in request.suites:
         try:
             if server is not None and server.has_ended:
@@ -216,21 +229,21 @@ def _ask_all(
                 )
             folder = _new_folder(place, _name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
-            content = _ask(name, asking, program, folder, key, request.time_limit)
+            content = _ask(name, model_settings, program, folder, key, request.time_limit)
         except RunError as error:
-            found.failed[name] = str(error)
+            outcome.failed[name] = str(error)
             on_progress(f"{name} failed: {error}")
             continue
         content = {"policy": policy.label, **content}
         if request.output is None:
             marked = {"format": FORMAT, "kind": KIND, **content}
             content["results"] = str(add_result(place.parent, folder.name, marked))
-        found.results[name] = content
+        outcome.results[name] = content
 
 
 def _ask(
     name: str,
-    asking: Asking,
+    model_settings: Asking,
     program: Sequence[str],
     folder: Path,
     key: str | None,
@@ -238,9 +251,9 @@ def _ask(
 ) -> dict[str, Any]:
     """Run one suite; returns the result to store. Raises RunError."""
     suite, log = SUITES[name], folder / "log.txt"
-    lighteval.prepare(asking, folder)
-    words = lighteval.command(program, suite, asking, folder)
-    environment, began = lighteval.environment(key, folder), time.monotonic()
+    lighteval.prepare(model_settings, folder)
+    words = lighteval.command(program, suite, model_settings, folder)
+    environment, started_at = lighteval.environment(key, folder), time.monotonic()
     with Family(words, folder=folder, log=log, environment=environment, secret=key) as family:
         code = family.wait(time_limit)
     lighteval.tidy(folder)
@@ -254,11 +267,11 @@ def _ask(
         marks = lighteval.read_marks(suite, folder, log)
     except RunError as error:
         raise RunError(f"{error}. Its log is {log}") from error
-    return _content(name, asking, marks, folder, time.monotonic() - began)
+    return _content(name, model_settings, marks, folder, time.monotonic() - started_at)
 
 
 def _content(
-    name: str, asking: Asking, marks: Marks, folder: Path, seconds: float
+    name: str, model_settings: Asking, marks: Marks, folder: Path, seconds: float
 ) -> dict[str, Any]:
     interval = mean_with_interval(list(marks.scores.values()))
     return {
@@ -267,18 +280,18 @@ def _content(
         "task": SUITES[name].task,
         "dataset": marks.dataset,
         "program": ", ".join(f"{package} {release}" for package, release in marks.releases.items()),
-        "endpoint": asking.base_url,
-        "model": asking.model,
+        "endpoint": model_settings.base_url,
+        "model": model_settings.model,
         "prompts": len(marks.scores),
-        "samples_per_prompt": asking.samples,
-        "samples": len(marks.scores) * asking.samples,
+        "samples_per_prompt": model_settings.samples,
+        "samples": len(marks.scores) * model_settings.samples,
         "metrics": {METRIC: marks.value},
         "stderr": {METRIC: marks.stderr},
         "intervals_95": {METRIC: [interval.low, interval.high]},
-        "temperature": asking.temperature,
-        "top_p": asking.top_p,
-        "max_new_tokens": asking.max_new_tokens,
-        "max_prompts": asking.max_questions,
+        "temperature": model_settings.temperature,
+        "top_p": model_settings.top_p,
+        "max_new_tokens": model_settings.max_new_tokens,
+        "max_prompts": model_settings.max_questions,
         "seconds": seconds,
         "finished_at": time.time(),
         "details": str(lighteval.details(folder)),
@@ -287,22 +300,22 @@ def _content(
     }
 
 
-def interval_of(found: dict[str, Any]) -> Interval:
+def interval_of(result: dict[str, Any]) -> Interval:
     """The value of a suite's result with its 95 % interval over the questions."""
-    low, high = found["intervals_95"][METRIC]
-    return Interval(found["metrics"][METRIC], low, high, found["prompts"])
+    low, high = result["intervals_95"][METRIC]
+    return Interval(result["metrics"][METRIC], low, high, result["prompts"])
 
 
 def _policy(request: SuitesAsked) -> FoundPolicy:
     if request.policy is None:
         assert request.endpoint_model is not None, "it was checked"
         return FoundPolicy(request.endpoint_model)
-    found = find_policy(request.policy, request.runs_dir)
-    if found.folder is None:
+    policy = find_policy(request.policy, request.runs_dir)
+    if policy.folder is None:
         raise UsageError(
             "--policy base says no model to serve here. Serve it yourself and give --endpoint, or name a folder that holds it."
         )
-    return found
+    return policy
 
 
 def _place(request: SuitesAsked, policy: FoundPolicy) -> Path:
@@ -316,12 +329,12 @@ def _name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
     return f"{request.output.stem}-{suite}" if request.output else result_name(suite, policy.label)
 
 
-def _new_folder(place: Path, name: str) -> Path:
+def _new_folder(parent: Path, name: str) -> Path:
     """Create a folder with a name that no folder or result has yet: `NAME`, `NAME-2` …"""
-    with atomic_files.explaining_disk_errors(place):
-        place.mkdir(parents=True, exist_ok=True)
+    with atomic_files.explaining_disk_errors(parent):
+        parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):
-            folder = place / (name if number == 1 else f"{name}-{number}")
+            folder = parent / (name if number == 1 else f"{name}-{number}")
             if folder.with_name(f"{folder.name}.json").exists():
                 continue
             with suppress(FileExistsError):

@@ -66,14 +66,14 @@ class Asking:
         config: GenerateConfig,
         answers: Answers,
         journal: Journal,
-        changed: Callable[[Tally], None],
+        on_change: Callable[[Tally], None],
     ) -> None:
-        """`changed` is called after every answer and every failure."""
+        """`on_change` is called after every answer and every failure."""
         self._client = client
         self._config = config
         self._answers = answers
         self._journal = journal
-        self._changed = changed
+        self._changed = on_change
         self._failed_in_a_row = 0
         self.tally = Tally()
 
@@ -88,9 +88,9 @@ class Asking:
         for item in waiting:
             try:
                 count = self._config.num_generations
-                while (there := len(self._answers.of(item.key))) < count:
-                    answer = await self._request(item, there, count - there)
-                    self._journal.append(item.key, there, answer)
+                while (answer_count := len(self._answers.of(item.key))) < count:
+                    answer = await self._request(item, answer_count, count - answer_count)
+                    self._journal.append(item.key, answer_count, answer)
                     self.tally.billed.add(answer.usage)
                     self._failed_in_a_row = 0
                     self._changed(self.tally)
@@ -108,7 +108,7 @@ class Asking:
                     ) from error
             self._changed(self.tally)
 
-    async def _request(self, item: Item, first: int, count: int) -> Choices:
+    async def _request(self, item: Item, first_index: int, count: int) -> Choices:
         config = self._config
         # A chat request has fields for the chat template, as vLLM and SGLang accept them: the row's own fields, and
         # whether to continue the last message.
@@ -122,7 +122,7 @@ class Asking:
             "temperature": config.temperature,
             "top_p": config.top_p,
             "max_tokens": config.max_new_tokens,
-            "seed": None if config.seed is None else _row_seed(config.seed, item.key) + first,
+            "seed": None if config.seed is None else _row_seed(config.seed, item.key) + first_index,
             "stop": config.stop,
             "extra": {**template, **config.extra},
             "or_fewer": True,

@@ -107,10 +107,10 @@ async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
     if config.hub is not None:
         prepare_upload(config.hub, private=config.private)
     with _open_answers(plan) as (answers, journal):
-        if strange := _of_no_row(plan, answers):
+        if orphan_count := _of_no_row(plan, answers):
             logger.warning(
                 "%d answers belong to no row of this %s: they stay in the folder and out of the results",
-                strange,
+                orphan_count,
                 "shard" if config.shard else "input",
             )
         return await _carry_out(plan, answers, journal)
@@ -129,9 +129,10 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
             if config.prefill == "drop"
             else "the answers go on with its last words (prefill: drop leaves them out)",
         )
-    if replaced := replaced_columns(prompts.items, config):
+    if replaced_names := replaced_columns(prompts.items, config):
         logger.warning(
-            "columns of the data are replaced by those of the results: %s", ", ".join(replaced)
+            "columns of the data are replaced by those of the results: %s",
+            ", ".join(replaced_names),
         )
     atomic_files.check_can_write(config.folder / ANSWERS)
     plan = Plan(config, model, shapes, prompts, build_scoring(config, prompts))
@@ -150,33 +151,35 @@ async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> Generate
     endpoint = _endpoint(config, plan.model)
     with Interruption() as interruption, Ticker() as ticker:
         async with Client(endpoint, concurrency=config.concurrency) as client:
-            there = len(items) - len(missing)
-            line = _ProgressLine(ticker, config, client, len(items), there)
-            asking = Asking(client, config, answers, journal, line.show)
+            complete_count = len(items) - len(missing)
+            line = _ProgressLine(ticker, config, client, len(items), complete_count)
+            requester = Asking(client, config, answers, journal, line.show)
             scores: Scores = {}
             try:
                 if missing:
                     await interruption.allow(client.reach())
-                    await interruption.allow(line.kept_alive(asking.ask(missing), asking.tally))
+                    await interruption.allow(
+                        line.kept_alive(requester.ask(missing), requester.tally)
+                    )
                 if plan.scoring is not None:
                     scoring = score_all(plan.scoring.scorer, items, answers, line.show_scored)
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
                 ticker.note(f"Interrupted. {_go_on(config)}")
-                entries = {"state": "interrupted", **_cost_entries(plan, answers, asking.tally)}
+                entries = {"state": "interrupted", **_cost_entries(plan, answers, requester.tally)}
                 return GenerateResult(_summary(plan, entries), config.folder, interrupted.exit_code)
             except EndpointError as error:
                 raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
-    return _finish(plan, answers, scores, asking.tally)
+    return _finish(plan, answers, scores, requester.tally)
 
 
 def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
     config = plan.config
-    unasked = [Failure(each.index, f"not asked: {each.reason}") for each in plan.prompts.unasked]
-    failures = [*tally.failures, *unasked]
+    skipped_rows = [Failure(row.index, f"not asked: {row.reason}") for row in plan.prompts.unasked]
+    failures = [*tally.failures, *skipped_rows]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
-    blind = left_unjudged(config, counts)
-    state = "unscored" if blind else "incomplete" if failures else "done"
+    nothing_scored = left_unjudged(config, counts)
+    state = "unscored" if nothing_scored else "incomplete" if failures else "done"
     outcome = {"state": state, **counts.summary, "failed": len(failures)}
     summary = _summary(plan, outcome | _cost_entries(plan, answers, tally))
     if failures:
@@ -185,20 +188,20 @@ def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gener
             len(failures),
             config.folder / "failures.jsonl",
         )
-    if blind:
+    if nothing_scored:
         reason, count = counts.unscored.most_common(1)[0]
-        there = (config.folder / TRAIN).exists()
+        has_train_file = (config.folder / TRAIN).exists()
         message = (
             f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
-            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if there else 'is not written'}. Mend the rewards and give the same command "
+            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Mend the rewards and give the same command "
             "again: what is there is scored anew, and not asked for again."
         )
         logger.error(message)
-    usable = bool(counts.rows) and not blind
-    if config.hub is not None and usable:
+    is_usable = bool(counts.rows) and not nothing_scored
+    if config.hub is not None and is_usable:
         summary["hub"] = upload(config.folder, config.hub, plan.rewards_left_out)
     atomic_files.write_json(config.folder / SUMMARY, summary)
-    return GenerateResult(summary, config.folder, 0 if usable else 1)
+    return GenerateResult(summary, config.folder, 0 if is_usable else 1)
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -219,9 +222,9 @@ def _open_answers(plan: Plan) -> Generator[tuple[Answers, Journal]]:
             atomic_files.write_json(config.folder / SETTINGS, {"format": 1, **plan.shapes})
         answers = Answers()
         for shard in _shards(config):
-            if (other := holder(shard)) is not None:
+            if (owner := holder(shard)) is not None:
                 raise RunInUseError(
-                    f"{shard} is still being written by {other}. Wait for it, then put the shards together."
+                    f"{shard} is still being written by {owner}. Wait for it, then put the shards together."
                 )
             answers.read(shard / ANSWERS)
         with Journal(config.folder / ANSWERS, answers) as journal:
@@ -247,14 +250,14 @@ def _shards(config: GenerateConfig) -> list[Path]:
 def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
     """Raise ResumeMismatchError if the folder's answers were requested with other options."""
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        noted = _saved_settings(folder)
-        if noted is None:
+        saved = _saved_settings(folder)
+        if saved is None:
             continue
-        different = [name for name in shapes if noted.get(name) != shapes[name]]
-        if different:
+        changed_names = [name for name in shapes if saved.get(name) != shapes[name]]
+        if changed_names:
             lines = [
-                f"  {name}: {json.dumps(noted.get(name))} there, {json.dumps(shapes[name])} now"
-                for name in different
+                f"  {name}: {json.dumps(saved.get(name))} there, {json.dumps(shapes[name])} now"
+                for name in changed_names
             ]
             raise ResumeMismatchError(
                 f"{folder} holds answers that were asked for in another way:\n"
@@ -279,11 +282,15 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file. Name a folder for the output.")
-    known = [*folder.glob(SHARDS), *folder.glob(LOCK), *folder.glob(f"{atomic_files.BUILDING}*")]
-    others = sorted(path.name for path in folder.iterdir() if path not in known)
-    if others:
+    own_files = [
+        *folder.glob(SHARDS),
+        *folder.glob(LOCK),
+        *folder.glob(f"{atomic_files.BUILDING}*"),
+    ]
+    foreign_files = sorted(path.name for path in folder.iterdir() if path not in own_files)
+    if foreign_files:
         raise UsageError(
-            f"{folder} holds other files ({', '.join(others[:5])}{', …' if len(others) > 5 else ''}), and results would be written "
+            f"{folder} holds other files ({', '.join(foreign_files[:5])}{', …' if len(foreign_files) > 5 else ''}), and results would be written "
             "among them. Name a new or empty folder."
         )
 
@@ -300,14 +307,14 @@ async def _model(config: GenerateConfig) -> str:
     if config.model is not None:
         return config.model
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        if (noted := _saved_settings(folder)) is not None:
-            return str(noted["model"])
+        if (saved := _saved_settings(folder)) is not None:
+            return str(saved["model"])
     async with Client(_endpoint(config, "")) as client:
-        served = await client.models(retries=0)
-    if len(served) != 1:
-        there = ", ".join(served) or "none"
-        raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {there}.")
-    return served[0]
+        models = await client.models(retries=0)
+    if len(models) != 1:
+        model_list = ", ".join(models) or "none"
+        raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {model_list}.")
+    return models[0]
 
 
 # --- progress and summary ------------------------------------------------------------------------
@@ -317,20 +324,20 @@ class _ProgressLine:
     """The progress line."""
 
     def __init__(
-        self, ticker: Ticker, config: GenerateConfig, client: Client, rows: int, there: int
+        self, ticker: Ticker, config: GenerateConfig, client: Client, rows: int, done: int
     ) -> None:
         self._ticker = ticker
         self._config = config
         self._client = client
         self._rows = rows
-        self._there = there
+        self._there = done
 
     def show(self, tally: Tally) -> None:
         """Show the progress of the answers."""
-        billed = tally.billed.usage
+        usage = tally.billed.usage
         facts = [
             f"rows {self._there + tally.answered}/{self._rows}",
-            f"tokens {billed.prompt_tokens or 0:,} in, {billed.completion_tokens or 0:,} out",
+            f"tokens {usage.prompt_tokens or 0:,} in, {usage.completion_tokens or 0:,} out",
             f"{tally.tokens_per_second:,.0f} tok/s",
         ]
         cost = _cost(self._config, tally.billed)
@@ -339,8 +346,8 @@ class _ProgressLine:
         if tally.failures:
             facts.append(f"failed {len(tally.failures)}")
         if tally.answered:
-            left = self._rows - self._there - tally.answered - len(tally.failures)
-            facts.append(f"eta {_clock(tally.seconds / tally.answered * left)}")
+            remaining = self._rows - self._there - tally.answered - len(tally.failures)
+            facts.append(f"eta {_clock(tally.seconds / tally.answered * remaining)}")
         if pause := self._client.pause:
             facts.append(f"the service wants {pause:.0f} s of rest")
         self._ticker.show("  ".join(facts))
@@ -357,23 +364,23 @@ class _ProgressLine:
                 self.show(tally)
                 await asyncio.sleep(REFRESH)
 
-        telling = asyncio.ensure_future(tell())
+        refresh_task = asyncio.ensure_future(tell())
         try:
             await work
         finally:
-            telling.cancel()
+            refresh_task.cancel()
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def _cost(config: GenerateConfig, billed: Billed) -> float | None:
+def _cost(config: GenerateConfig, totals: Billed) -> float | None:
     if config.price_in is None and config.price_out is None:
         return None
-    tokens_in, tokens_out = billed.usage.prompt_tokens or 0, billed.usage.completion_tokens or 0
+    tokens_in, tokens_out = totals.usage.prompt_tokens or 0, totals.usage.completion_tokens or 0
     return (tokens_in * (config.price_in or 0.0) + tokens_out * (config.price_out or 0.0)) / 1e6
 
 
@@ -384,21 +391,21 @@ def _cost_entries(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
         "tokens_per_second": round(tally.tokens_per_second, 1),
         "in_all": _billed_entries(plan.config, answers.billed),
     }
-    if strange := _of_no_row(plan, answers):
-        entries["answers_of_no_row"] = strange
+    if orphan_count := _of_no_row(plan, answers):
+        entries["answers_of_no_row"] = orphan_count
     return entries
 
 
-def _billed_entries(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
+def _billed_entries(config: GenerateConfig, totals: Billed) -> dict[str, Any]:
     entries: dict[str, Any] = {
-        "requests": billed.requests,
-        "prompt_tokens": billed.usage.prompt_tokens,
-        "completion_tokens": billed.usage.completion_tokens,
+        "requests": totals.requests,
+        "prompt_tokens": totals.usage.prompt_tokens,
+        "completion_tokens": totals.usage.completion_tokens,
     }
-    if (cost := _cost(config, billed)) is not None:
+    if (cost := _cost(config, totals)) is not None:
         entries["cost"] = cost
-    if billed.untold:
-        entries["answers_without_usage"] = billed.untold
+    if totals.untold:
+        entries["answers_without_usage"] = totals.untold
     return entries
 
 

@@ -87,24 +87,28 @@ def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts
     if config.task_module is not None:
         task, task_config, examples = _of_task(config.task_module, config.config)
         api = config.api or "completions"
-        found = _Found()
+        prompt_rows = _Found()
         for example in examples:
-            whole = {PROMPT: example.prompt, **example.columns}
+            columns = {PROMPT: example.prompt, **example.columns}
             prompt: Prompt = example.prompt
             if isinstance(prompt, str) and api == "chat":
                 prompt = [{"role": "user", "content": prompt}]
-            found.rows.append((example.index, prompt, whole))
+            prompt_rows.rows.append((example.index, prompt, columns))
     else:
         assert config.dataset is not None, "checked in conflicts"
         rows = read_source(config.dataset, config.dataset_config, config.split)
-        found = _prompts_of_rows(rows, config)
-    if not found.rows:
-        first = found.unasked[0]
-        raise TaskError(f"No row can be asked. Row {first.index}: {first.reason}")
-    number, count = config.part
-    items = [item for item in _with_keys(found.rows, sampling) if item.index % count == number]
-    unasked = [each for each in found.unasked if each.index % count == number]
-    return Prompts(tuple(items), tuple(unasked), task, task_config, found.ending_with_assistant)
+        prompt_rows = _prompts_of_rows(rows, config)
+    if not prompt_rows.rows:
+        first_unasked = prompt_rows.unasked[0]
+        raise TaskError(f"No row can be asked. Row {first_unasked.index}: {first_unasked.reason}")
+    shard_index, count = config.part
+    items = [
+        item for item in _with_keys(prompt_rows.rows, sampling) if item.index % count == shard_index
+    ]
+    unasked = [row for row in prompt_rows.unasked if row.index % count == shard_index]
+    return Prompts(
+        tuple(items), tuple(unasked), task, task_config, prompt_rows.ending_with_assistant
+    )
 
 
 def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
@@ -131,28 +135,28 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
 
 def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
     """The prompts of a dataset's rows, from the template or a column. Raises TaskError if a column is missing."""
-    there = list(dict.fromkeys(name for row in rows for name in row))
-    where = f"The dataset {config.dataset!r}"
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    label = f"The dataset {config.dataset!r}"
     column, template = config.prompt_column or PROMPT, None
     if config.prompt_template is not None:
         template = Template(config.prompt_template, column)
         for name in template.fields:
-            if name not in there:
-                raise TaskError(no_column(where, name, there, " in the prompt template"))
-        _check_braces(config.prompt_template, there, column)
-    elif column not in there:
-        raise TaskError(no_column(where, column, there, " for the prompt"))
-    found = _Found()
+            if name not in columns:
+                raise TaskError(no_column(label, name, columns, " in the prompt template"))
+        _check_braces(config.prompt_template, columns, column)
+    elif column not in columns:
+        raise TaskError(no_column(label, column, columns, " for the prompt"))
+    result = _Found()
     for index, row in enumerate(rows):
         try:
             value = row.get(column) if template is None else template.fill(row)
             prompt, prefix = _as_sent(value, config)
         except TaskError as problem:
-            found.unasked.append(Unasked(index, str(problem)))
+            result.unasked.append(Unasked(index, str(problem)))
         else:
-            found.ending_with_assistant += prefix
-            found.rows.append((index, prompt, dict(row)))
-    return found
+            result.ending_with_assistant += prefix
+            result.rows.append((index, prompt, dict(row)))
+    return result
 
 
 def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
@@ -178,15 +182,15 @@ def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
 def _with_keys(
     rows: Sequence[tuple[int, Prompt, dict[str, Any]]], sampling: Mapping[str, Any]
 ) -> list[Item]:
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     items: list[Item] = []
     for index, prompt, columns in rows:
         request = [canonical(prompt), canonical(sampling)]
         if template := for_request(columns):
             request.append(canonical(template))
         digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-        key = hashlib.sha256(f"{digest} {seen[digest]}".encode()).hexdigest()[:32]
-        seen[digest] += 1
+        key = hashlib.sha256(f"{digest} {occurrences[digest]}".encode()).hexdigest()[:32]
+        occurrences[digest] += 1
         items.append(Item(index, prompt, columns, key))
     return items
 
@@ -198,10 +202,10 @@ def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> 
     """
     if not INSTRUCTION.search(template):
         return
-    single = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
-    if meant := [name for command, name in single if not command and name in columns]:
+    braces = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
+    if column_names := [name for command, name in braces if not command and name in columns]:
         raise TaskError(
-            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{meant[0]}}} is "
+            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{column_names[0]}}} is "
             f"a column. Write all columns in single braces, {{{prompt_column}}} for {{{{ instruction }}}}; braces that are meant as "
             "such are doubled then."
         )
@@ -214,13 +218,13 @@ class Template:
     """
 
     def __init__(self, text: str, prompt_column: str = PROMPT) -> None:
-        of_others = INSTRUCTION.search(text) is not None
-        self._pieces = _pieces_around(text, prompt_column) if of_others else _pieces(text)
-        self._of_others = of_others
+        is_jinja = INSTRUCTION.search(text) is not None
+        self._pieces = _pieces_around(text, prompt_column) if is_jinja else _pieces(text)
+        self._of_others = is_jinja
         self.fields = tuple(dict.fromkeys(piece for kind, piece in self._pieces if kind == "field"))
         if not self.fields:
-            meant = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
-            hint = f" Is {{{meant[1]}}} meant for {meant[0]}?" if meant else ""
+            match = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
+            hint = f" Is {{{match[1]}}} meant for {match[0]}?" if match else ""
             raise TaskError(
                 "The prompt template names no column, so that every row would get the same prompt. A column stands in single "
                 f"braces, {{question}}; doubled braces stand for themselves.{hint}"
@@ -228,9 +232,9 @@ class Template:
 
     def fill(self, row: Row) -> str:
         """Fill in the template for a row. Raises TaskError if a column is empty in this row."""
-        empty = [name for name in self.fields if row.get(name) in (None, "")]
-        if empty:
-            raise TaskError(f"its column {empty[0]!r}, which the template names, is empty.")
+        empty_columns = [name for name in self.fields if row.get(name) in (None, "")]
+        if empty_columns:
+            raise TaskError(f"its column {empty_columns[0]!r}, which the template names, is empty.")
         if self._of_others and not isinstance(row[self.fields[0]], str | int | float):
             raise TaskError(
                 f"its column {self.fields[0]!r} is no text, which {{{{ instruction }}}} in a longer template stands for."
@@ -249,9 +253,9 @@ def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"
             "columns write each in single braces, {question}."
         )
     pieces: list[tuple[Literal["text", "field"], str]] = [("text", texts[0])]
-    for each in texts[1:]:
+    for part in texts[1:]:
         pieces.append(("field", column))
-        pieces.append(("text", each))
+        pieces.append(("text", part))
     return pieces
 
 

@@ -47,10 +47,10 @@ def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str
 
     `rewards_left_out` are the parts that the column `reward` does not include; the dataset card lists them.
     """
-    what = (
+    failure = (
         f"{folder} is complete, but it could not be uploaded to {name}; run the same command again"
     )
-    with _refusals(EndpointError, what):
+    with _refusals(EndpointError, failure):
         from huggingface_hub import CommitOperationAdd
 
         card = CARD
@@ -75,7 +75,7 @@ def _hub() -> Any:
 
 
 @contextmanager
-def _refusals(kind: type[EndpointError | UsageError], what: str) -> Generator[None]:
+def _refusals(kind: type[EndpointError | UsageError], failure: str) -> Generator[None]:
     try:
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
     except ImportError as error:
@@ -86,5 +86,5 @@ def _refusals(kind: type[EndpointError | UsageError], what: str) -> Generator[No
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         raise kind(
-            f"{what}:\n  {error}\nThe token comes from HF_TOKEN or `hf auth login`."
+            f"{failure}:\n  {error}\nThe token comes from HF_TOKEN or `hf auth login`."
         ) from error
