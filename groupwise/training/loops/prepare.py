@@ -117,14 +117,18 @@ def digest(*parts: Any) -> str:
 
 def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str]:
     """Warnings about prompts that may not be as their author intended, and about text that was removed from them."""
-    stripped = [
-        f"{count} prompts of {hook}: {what}"
+    strip_warnings = [
+        f"{count} prompts of {hook}: {change}"
         for hook, account in prepared.task.accounts.items()
-        for what, count in account.changed.items()
-        if "data.strip_tags" in what
+        for change, count in account.changed.items()
+        if "data.strip_tags" in change
     ]
-    unheard = missing_turn_warning(prepared.tokenizer, examples[0].prompt)
-    return [*filter(None, [unheard]), *stripped, *odd_prompts(prepared.tokenizer, examples)]
+    turn_warning = missing_turn_warning(prepared.tokenizer, examples[0].prompt)
+    return [
+        *filter(None, [turn_warning]),
+        *strip_warnings,
+        *odd_prompts(prepared.tokenizer, examples),
+    ]
 
 
 def plan_of(
@@ -132,15 +136,15 @@ def plan_of(
     sizes: ModelPlan,
     *,
     counts: Mapping[str, Any],
-    shown: Mapping[str, Any],
+    first_examples: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The output of a dry run: the resolved config, and the plan with the amount of work (`counts`) and first examples (`shown`).
+    """The output of a dry run: the resolved config, and the plan with the amount of work (`counts`) and first examples (`first_examples`).
 
     A warning about too many threads is added to `warnings`.
     """
     settings = resolved_values(prepared.config)
-    crowded = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
+    thread_warning = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
         "plan": {
@@ -154,7 +158,7 @@ def plan_of(
                 "total": round(sizes.memory.total),
             },
             "layout": asdict(prepared.layout),
-            "warnings": [*filter(None, [crowded]), *warnings],
-            **shown,
+            "warnings": [*filter(None, [thread_warning]), *warnings],
+            **first_examples,
         },
     }

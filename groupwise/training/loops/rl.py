@@ -41,11 +41,11 @@ async def train(run: TaskRun) -> None:
     try:
         while await evaluate_and_continue(run):
             await run.callbacks.step_begins()
-            started = time.perf_counter()
+            started_at = time.perf_counter()
             run.timings = Timings()
             with profile_step(run):
                 batch = await run.interruption.allow(run.schedule.next())
-                await take_step(run, batch, started)
+                await take_step(run, batch, started_at)
             if run.step == WARNED_AFTER < run.max_steps:
                 warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
@@ -57,9 +57,9 @@ async def train(run: TaskRun) -> None:
 
 def warn_early(run: TaskRun) -> None:
     """Warn of anything that keeps the reward from rising, so that users need not wait for the end of a futile run."""
-    for each in advice_on(run.folder.store):
-        if each["metric"] in WARNED_ABOUT:
-            run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
+    for advice in advice_on(run.folder.store):
+        if advice["metric"] in WARNED_ABOUT:
+            run.say(f"warning: after {run.step} steps: {advice['says']} {advice['do']}")
 
 
 async def evaluate_and_continue(run: TaskRun) -> bool:
@@ -69,7 +69,7 @@ async def evaluate_and_continue(run: TaskRun) -> bool:
 
 
 async def take_step(
-    run: Run, batch: StepBatch, started: float, rate: float | None = None
+    run: Run, batch: StepBatch, started_at: float, rate: float | None = None
 ) -> Mapping[str, float]:
     """Learn from scored groups, publish the weights, and commit the step with its record atomically. Returns the step's metrics.
 
@@ -81,13 +81,13 @@ async def take_step(
     weights = run.algorithm.weights(batch.groups)
     if rate is None:
         rate = learning_rate(run.step, run.max_steps, run.config.training)
-    learned = await learn(run, batch.groups, weights, rate)
-    if learned.changed:
+    result = await learn(run, batch.groups, weights, rate)
+    if result.changed:
         await publish(run, policy_in.version + 1)
-    groups = with_learner_results(batch.groups, weights, learned)
+    groups = with_learner_results(batch.groups, weights, result)
     check_something_scored(run, groups)
-    run.timings.step = time.perf_counter() - started
-    metrics = commit(run, replace(batch, groups=groups), policy_in, rate, learned.metrics)
+    run.timings.step = time.perf_counter() - started_at
+    metrics = commit(run, replace(batch, groups=groups), policy_in, rate, result.metrics)
     await run.callbacks.step_committed(metrics)
     return metrics
 

@@ -99,8 +99,8 @@ class Learning(Training):
     def adapt(self, metrics: Mapping[str, float]) -> None:
         """Adapt the algorithm for the next step to the metrics of the last one: its KL coefficient, if it is adaptive."""
         if "kl" in metrics:
-            scored = int(metrics["rollouts/scored"])
-            self.algorithm = self.algorithm.adapted(metrics["kl"], scored)
+            scored_count = int(metrics["rollouts/scored"])
+            self.algorithm = self.algorithm.adapted(metrics["kl"], scored_count)
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
@@ -162,13 +162,13 @@ class Run(Learning):
 
     def warn(self, warning: WarningRecord) -> None:
         """Log a signal that starts or ends."""
-        where = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
+        hint = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
         logger.warning(
             "after %d steps: signal %s: %s%s",
             warning.step,
             warning.name,
             warning.message,
-            where if warning.kind == "begins" else "",
+            hint if warning.kind == "begins" else "",
         )
 
     def position(self) -> dict[str, Any]:
@@ -187,9 +187,9 @@ class Run(Learning):
         """See `Training.take_position`."""
         super(Run, self).take_position(position)
         self.unscored_steps = position["unscored_steps"]
-        known = position.get("signals")  # earlier versions did not record signals
-        if self.signals is not None and known is not None:
-            self.signals.load_state(known)
+        signals_state = position.get("signals")  # earlier versions did not record signals
+        if self.signals is not None and signals_state is not None:
+            self.signals.load_state(signals_state)
 
     def save_more(self, folder: Path) -> None:
         """Save the policies that draw the groups of the next steps."""
@@ -292,7 +292,9 @@ class TaskRun(Run):
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
         """See `Training.load_more`."""
-        kept = folder / SELECTION  # earlier versions drew in order and had no such file
+        selection_file = folder / SELECTION  # earlier versions drew in order and had no such file
         in_order = {"cursor": position["next_draw"]}
-        self.selection.load_state(json.loads(kept.read_bytes()) if kept.exists() else in_order)
+        self.selection.load_state(
+            json.loads(selection_file.read_bytes()) if selection_file.exists() else in_order
+        )
         super(TaskRun, self).load_more(folder, position)

@@ -135,16 +135,18 @@ async def train(run: SftRun) -> None:
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
             await save(run)
     if run.config.training.stop_when and run.reached is None:
-        last = ", ".join(f"{name} is {value:.4g}" for name, value in (run.measured or {}).items())
+        measurements = ", ".join(
+            f"{name} is {value:.4g}" for name, value in (run.measured or {}).items()
+        )
         run.say(
-            f"warning: no condition of training.stop_when was met in {run.step} steps ({last or 'nothing was evaluated'}): "
+            f"warning: no condition of training.stop_when was met in {run.step} steps ({measurements or 'nothing was evaluated'}): "
             "train for longer, or ask for less"
         )
 
 
 async def take_step(run: SftRun) -> None:
     """Learn from the next examples, and commit the step with its record atomically."""
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     run.timings = Timings()
     training = run.config.training
     # The last step has only the remaining draws of the epochs.
@@ -154,17 +156,17 @@ async def take_step(run: SftRun) -> None:
     rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
     rate = learning_rate(run.step, run.max_steps, training)
     version_in = run.policy.version
-    learned = await _learn(run, rows, rate)
-    run.timings.step = time.perf_counter() - started
-    learned["learning_rate"] = rate
-    metrics = _commit(run, draws, lessons, version_in, learned)
+    step_metrics = await _learn(run, rows, rate)
+    run.timings.step = time.perf_counter() - started_at
+    step_metrics["learning_rate"] = rate
+    metrics = _commit(run, draws, lessons, version_in, step_metrics)
     await run.callbacks.step_committed(metrics)
 
 
 async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     """Compute the gradient and update the weights; returns metrics."""
     run.progress.phase("learning")
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
     work = run.learner.forward_backward(rows, Sft().loss_spec(), denominators)
     try:
@@ -176,7 +178,7 @@ async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     count_non_finite(run, not result.applied)
     if result.applied:
         run.policy = replace(run.policy, version=run.policy.version + 1)
-    run.timings.learning = time.perf_counter() - started
+    run.timings.learning = time.perf_counter() - started_at
     run.timings.learned_tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rows)
     left_out = {} if result.applied else {"updates/left_out": 1.0}
     return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm, **left_out}
@@ -187,12 +189,12 @@ def _commit(
     draws: Sequence[int],
     lessons: Sequence[Lesson],
     version_in: int,
-    learned: Mapping[str, float],
+    step_metrics: Mapping[str, float],
 ) -> dict[str, float]:
     """Commit the step with its rows and metrics in one transaction, and advance the run. Returns the metrics."""
     run.tokens_seen += run.timings.learned_tokens
     metrics = {
-        **learned,
+        **step_metrics,
         "num_tokens": float(run.tokens_seen),
         "epoch": (draws[-1] + 1) / run.order.length,
         **{name: value for name, value in timing_metrics(run.timings).items() if value},
@@ -223,20 +225,20 @@ def _commit(
 
 async def evaluate_if_due(run: SftRun) -> None:
     """Evaluate before the first step, every `eval.eval_steps` steps, after the last step, and when a callback asks for it."""
-    requested = run.callbacks.evaluation_was_asked
-    nothing = run.held_out is None and run.completions is None
-    if requested and nothing:
+    is_requested = run.callbacks.evaluation_was_asked
+    has_no_data = run.held_out is None and run.completions is None
+    if is_requested and has_no_data:
         logger.warning(
             "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
         )
-    if nothing or run.evaluated_step == run.step:
+    if has_no_data or run.evaluated_step == run.step:
         run.callbacks.give_up_evaluation()
         return
     if run.step == 0:
         due = run.config.eval.eval_on_start
     else:
         due = run.step % run.eval_steps == 0 or run.over
-    if due or requested:
+    if due or is_requested:
         metrics = await _evaluate(run)
         _notice_conditions(run, metrics)
         await _note_best(run, metrics.get("eval_loss"))
@@ -270,7 +272,7 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """Record the condition of `training.stop_when` that is met now, if any."""
     conditions = run.config.training.stop_when
-    metrics_named = {name for each in conditions for name, _, _ in bounds_of(each)}
+    metrics_named = {name for condition in conditions for name, _, _ in bounds_of(condition)}
     unknown = metrics_named - metrics.keys()
     if unknown and run.measured is None:
         raise UsageError(
@@ -278,8 +280,8 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
             f"{', '.join(sorted(metrics))}"
         )
     run.measured = {name: metrics[name] for name in sorted(metrics_named - unknown)}
-    met = (each for each in conditions if holds(each, metrics))
-    run.reached = next(met, None)
+    matches = (condition for condition in conditions if holds(condition, metrics))
+    run.reached = next(matches, None)
     if run.reached is not None:
         run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")
 
@@ -290,22 +292,22 @@ async def _held_out_loss(
     """Loss (nats per trained token) and accuracy on the held-out rows, and the loss of each row."""
     losses: list[float] = []
     counts: list[int] = []
-    right = 0
+    correct = 0
     rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
     for start in range(0, len(rows), EVALUATED_AT_ONCE):
         run.progress.phase("evaluating", start, len(rows))
         part = [row for _, row in rows[start : start + EVALUATED_AT_ONCE]]
-        found = await run.interruption.allow(run.learner.predictions(part))
-        for row, each in zip(part, found, strict=True):
-            losses.append(-math.fsum(compress(each.logprobs, row.mask)))
+        predictions = await run.interruption.allow(run.learner.predictions(part))
+        for row, prediction in zip(part, predictions, strict=True):
+            losses.append(-math.fsum(compress(prediction.logprobs, row.mask)))
             counts.append(sum(row.mask))
-            right += sum(compress(each.right, row.mask))
+            correct += sum(compress(prediction.right, row.mask))
         await asyncio.sleep(0)
     loss = math.fsum(losses) / sum(counts)
     metrics = {
         "eval_loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),  # above, exp overflows a float
-        "eval_mean_token_accuracy": right / sum(counts),
+        "eval_mean_token_accuracy": correct / sum(counts),
         "eval_tokens": float(sum(counts)),
     }
     details = [
@@ -321,8 +323,8 @@ async def _note_best(run: SftRun, loss: float | None) -> None:
     if run.step == 0 or loss is None:
         return
     # Only a loss that is lower by more than the threshold resets the count of early stopping.
-    least = run.config.eval.early_stopping_threshold
-    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
+    threshold = run.config.eval.early_stopping_threshold
+    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - threshold):
         run.to_beat, run.not_better = loss, 0
     else:
         run.not_better += 1

@@ -65,22 +65,24 @@ def ask(
 def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     config, completions_config = loaded.config, loaded.config.eval.completions
     assert completions_config is not None
-    given: dict[str, Any] = completions_config.rl if isinstance(completions_config.rl, dict) else {}
+    rl_config: dict[str, Any] = (
+        completions_config.rl if isinstance(completions_config.rl, dict) else {}
+    )
     if isinstance(completions_config.rl, str):
-        beside = loaded.path.parent if loaded.path else Path()
-        given = load_config(beside / completions_config.rl).config.model_dump(
+        base_folder = loaded.path.parent if loaded.path else Path()
+        rl_config = load_config(base_folder / completions_config.rl).config.model_dump(
             mode="json", exclude_unset=True
         )
     of_sft = config.model_dump(mode="json", exclude_unset=True)
-    shared = {
+    shared_sections = {
         name: of_sft[name] for name in ("model", "lora", "run", "distributed") if name in of_sft
     }
-    sections: dict[str, Any] = {**given, **shared, "warm_up": None}
+    sections: dict[str, Any] = {**rl_config, **shared_sections, "warm_up": None}
     sections.setdefault("task", of_sft.get("task", {}))
     # The sampler uses the learner's weights, so these settings must be the learner's.
-    own = config.training
+    sft_training = config.training
     keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")
-    training = {**sections.get("training", {}), **{key: getattr(own, key) for key in keys}}
+    training = {**sections.get("training", {}), **{key: getattr(sft_training, key) for key in keys}}
     temperature = sections.get("sampler", {}).get("temperature", 1.0)
     evaluation = {
         **sections.get("eval", {}),
@@ -89,8 +91,8 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
         "temperature": temperature,
         "pass_at_k": None,
     }
-    found = load_config({**sections, "training": training, "eval": evaluation})
-    return with_task_schema(found, task.config_schema()).config
+    loaded_rl = load_config({**sections, "training": training, "eval": evaluation})
+    return with_task_schema(loaded_rl, task.config_schema()).config
 
 
 @dataclass(slots=True, kw_only=True)

@@ -76,35 +76,35 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 
     For `rows_read`, see `groupwise.training.loops.rl_prepare.prepare_rl`.
     """
-    found = find_task(task, View(resolved_values(loaded.config)))
-    require(found, "sft")
-    loaded = with_task_schema(loaded, found.config_schema())
+    resolved_task = find_task(task, View(resolved_values(loaded.config)))
+    require(resolved_task, "sft")
+    loaded = with_task_schema(loaded, resolved_task.config_schema())
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
     # None if the number of epochs decides, which requires a stream with an end.
     steps = config.training.max_steps
     rows_read = rows_read or (steps and steps * config.training.examples_per_step)
-    lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
+    lessons = _read(config, resolved_task, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
     held_out = None
-    if found.has("get_sft_eval_dataset"):
+    if resolved_task.has("get_sft_eval_dataset"):
         limit = config.eval.max_examples
-        held_out = _read(config, found, tokenizer, "get_sft_eval_dataset", limit)
+        held_out = _read(config, resolved_task, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
-        _refuse_evaluation_keys(config, found)
+        _refuse_evaluation_keys(config, resolved_task)
     facts = {
-        **task_facts(found),
+        **task_facts(resolved_task),
         "data": _fingerprint(lessons),
         "held_out": _fingerprint(held_out) if held_out else "",
         "base": identity(config.model),
         ROWS_READ: rows_read,
     }
-    rows = [each.example.index for each in lessons.lessons]
-    order = order_of(found, "get_sft_dataset", rows, config)
+    rows = [lesson.example.index for lesson in lessons.lessons]
+    order = order_of(resolved_task, "get_sft_dataset", rows, config)
     epochs = config.training.num_train_epochs
     max_draws = None if epochs is None else max(1, math.ceil(epochs * order.length))
-    given, origin = View(resolved_values(config)), loaded.tree.origin(("callbacks",))
+    config_view, origin = View(resolved_values(config)), loaded.tree.origin(("callbacks",))
     layout = placement.supervised_layout(config)
     if max_draws is None:
         assert config.training.max_steps is not None
@@ -113,17 +113,17 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         max_steps = -(-max_draws // config.training.examples_per_step)
     prepared = SftPrepared(
         loaded=loaded,
-        task=found,
+        task=resolved_task,
         tokenizer=tokenizer,
         max_steps=max_steps,
         layout=layout,
         facts=facts,
-        callbacks=configured_callbacks(config.callbacks, given, origin),
+        callbacks=configured_callbacks(config.callbacks, config_view, origin),
         lessons=lessons,
         order=order,
         held_out=held_out,
         max_draws=max_draws,
-        asked=ask(loaded, found, tokenizer, layout),
+        asked=ask(loaded, resolved_task, tokenizer, layout),
     )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
@@ -131,17 +131,17 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 
 def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
     """Raise TaskError for keys that need held-out rows, because the task has none."""
-    needing = {
+    evaluation_keys = {
         "eval.eval_steps": config.eval.eval_steps,
         "eval.early_stopping_patience": config.eval.early_stopping_patience,
         "eval.load_best_model_at_end": config.eval.load_best_model_at_end or None,
         "training.stop_when": config.training.stop_when or None,
     }
-    keys = [key for key, value in needing.items() if value is not None]
+    keys = [key for key, value in evaluation_keys.items() if value is not None]
     if keys:
-        without = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
+        problem = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
         raise TaskError(
-            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {without} "
+            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {problem} "
             "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
         )
 
@@ -150,18 +150,18 @@ def _read(
     config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
 ) -> LessonSet | None:
     """Read the rows of a hook as lessons; None if the hook returns nothing."""
-    given = View(resolved_values(config))
-    rows = task.sft_rows(hook, given, tokenizer, limit)
+    config_view = View(resolved_values(config))
+    rows = task.sft_rows(hook, config_view, tokenizer, limit)
     if hook == "get_sft_eval_dataset":
         rows = rows[:limit]
     if not rows:
         return None
-    way, where = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
-    lessons = read_lessons(tokenizer, rows, way, where=where)
+    settings, origin = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
+    lessons = read_lessons(tokenizer, rows, settings, where=origin)
     task.accounts[hook] = task.accounts.get(hook, Account()) + Account(lessons.refused)
     if config.data.strict and lessons.dropped:
         raise TaskError(
-            f"{where}: {lessons.dropped} rows have nothing to train within data.max_length = {way.max_length} tokens, and data.strict is "
+            f"{origin}: {lessons.dropped} rows have nothing to train within data.max_length = {settings.max_length} tokens, and data.strict is "
             "true. Raise the limit, or set data.strict to false to leave them out."
         )
     return lessons
@@ -232,7 +232,7 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         prepared,
         planned_sft_sizes(config, prepared.layout, lessons.longest),
         counts=counts,
-        shown={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
+        first_examples={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
         warnings=[*warnings_of(prepared), *warnings],
     )
 
