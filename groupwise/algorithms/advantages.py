@@ -79,8 +79,10 @@ def to_members(groups: Sequence[Group], values: Sequence[Sequence[float]]) -> Cr
 
 
 def _to_members(group: Group, values: Sequence[float]) -> tuple[float | None, ...]:
-    left = iter(values)
-    return tuple(next(left) if rollout.outcome == "scored" else None for rollout in group.rollouts)
+    remaining = iter(values)
+    return tuple(
+        next(remaining) if rollout.outcome == "scored" else None for rollout in group.rollouts
+    )
 
 
 def scored_rewards(group: Group) -> list[float]:
@@ -89,9 +91,9 @@ def scored_rewards(group: Group) -> list[float]:
 
 
 def _reward(rollout: Rollout) -> float:
-    where = f"draw {rollout.draw}, member {rollout.member}"
-    assert rollout.reward is not None, f"{where} is scored, but has no reward"
-    assert math.isfinite(rollout.reward), f"{where} is scored {rollout.reward}"
+    label = f"draw {rollout.draw}, member {rollout.member}"
+    assert rollout.reward is not None, f"{label} is scored, but has no reward"
+    assert math.isfinite(rollout.reward), f"{label} is scored {rollout.reward}"
     return rollout.reward
 
 

@@ -60,8 +60,8 @@ class TokenBatch:
     @property
     def proximal_logprobs(self) -> Tensor:
         """Log-probabilities [B, T] under the weights at the start of the step, without gradient."""
-        found = self.proximal_logprobs_BT
-        return (self.policy_logprobs_BT if found is None else found).detach()
+        logprobs = self.proximal_logprobs_BT
+        return (self.policy_logprobs_BT if logprobs is None else logprobs).detach()
 
     def __post_init__(self) -> None:
         per_token = (

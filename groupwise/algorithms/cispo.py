@@ -56,9 +56,9 @@ class Cispo(GroupRelative):
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The capped weight times advantage times log-probability."""
-        masked = batch.mask_BT == 0
+        outside_mask = batch.mask_BT == 0
         ratio = ops.bound_log_ratio(log_ratio_BT.detach()).exp()
         weight = ratio.clamp(max=1 + self.epsilon_high) * batch.advantages_B.unsqueeze(-1)
-        surrogate = weight * batch.policy_logprobs_BT.masked_fill(masked, 0)
-        capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)
-        return surrogate, {"clip_high": capped, "ratio": ratio.masked_fill(masked, 0.0)}
+        surrogate = weight * batch.policy_logprobs_BT.masked_fill(outside_mask, 0)
+        is_capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)
+        return surrogate, {"clip_high": is_capped, "ratio": ratio.masked_fill(outside_mask, 0.0)}

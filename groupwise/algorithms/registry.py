@@ -48,14 +48,14 @@ def from_spec(spec: LossSpec) -> Loss:
 
 
 def _check_names(kind: type[GroupRelative | Given], name: str, knobs: Mapping[str, Any]) -> None:
-    known = [knob.name for knob in fields(kind)]
-    unknown = [f"{knob!r}{_choose(knob, known)}" for knob in knobs if knob not in known]
+    knob_names = [knob.name for knob in fields(kind)]
+    unknown = [f"{knob!r}{_choose(knob, knob_names)}" for knob in knobs if knob not in knob_names]
     if unknown:
         raise ValueError("\n".join(f"{name} has no knob {message}" for message in unknown))
 
 
-def _choose(given: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    nearest = get_close_matches(given, names, n=1)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
+def _choose(name: str, known_names: Iterable[str]) -> str:
+    names = sorted(known_names)
+    matches = get_close_matches(name, names, n=1)
+    suggestion = f"; did you mean {matches[0]!r}?" if matches else "."
     return f"{suggestion} There are: {', '.join(names)}."

@@ -63,8 +63,8 @@ class ReinforcePp(Clipped):
             differences = [value for values in rewards for value in centred(values)]
         else:
             differences = centred([value for values in rewards for value in values])
-        left = iter(scaled(differences, deviation(differences)))
-        return to_members(groups, [[next(left) for _ in values] for values in rewards])
+        remaining = iter(scaled(differences, deviation(differences)))
+        return to_members(groups, [[next(remaining) for _ in values] for values in rewards])
 
     def scale(self, rollout: Rollout) -> float:
         """1: all tokens count the same."""

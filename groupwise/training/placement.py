@@ -129,10 +129,10 @@ def _slots(config: RunConfig, layout: Layout) -> int:
     rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
-    each = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
-    fitting = int(SHARE_OF_CACHE * prefork.gpu_memory(layout.device)) // each
-    most = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
-    return min(most, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
+    slot_bytes = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
+    fitting = int(SHARE_OF_CACHE * prefork.gpu_memory(layout.device)) // slot_bytes
+    max_slots = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
+    return min(max_slots, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
 
 
 def supervised_layout(config: SftConfig) -> Layout:
@@ -175,16 +175,16 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
 
 def _cores() -> int:
     """Number of cores of all machines, which are assumed to be alike."""
-    place = read_launch()
-    return available_cores() * (place.machines if place is not None else 1)
+    launch = read_launch()
+    return available_cores() * (launch.machines if launch is not None else 1)
 
 
 def _of_tunix(config: RunConfig) -> Layout:
     """The layout of a worker in Tunix's environment, on all devices that JAX sees or as many as the mesh has."""
     from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
 
-    found = look()
-    platform = "cuda" if found.platform == "gpu" else found.platform
+    devices = look()
+    platform = "cuda" if devices.platform == "gpu" else devices.platform
     bfloat16 = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and platform != "cpu"
     )
@@ -195,25 +195,29 @@ def _of_tunix(config: RunConfig) -> Layout:
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-        processor=found.device,
-        torch=f"jax {found.jax}, tunix {found.tunix}",
+        processor=devices.device,
+        torch=f"jax {devices.jax}, tunix {devices.tunix}",
     )
 
 
 def _layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
-    learners, samplers, place = config.distributed.learners, samplers_of(config), read_launch()
-    refuse_other_number(place, learners)
-    needed = (place.local_count if place is not None else learners) + samplers
-    if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):
-        more = f" and distributed.samplers is {samplers}" if samplers else ""
+    learners, samplers, launch = config.distributed.learners, samplers_of(config), read_launch()
+    refuse_other_number(launch, learners)
+    gpus_needed = (launch.local_count if launch is not None else learners) + samplers
+    if (
+        gpus_needed > 1
+        and device != "cpu"
+        and gpus_needed > (gpus_available := prefork.gpu_count())
+    ):
+        samplers_note = f" and distributed.samplers is {samplers}" if samplers else ""
         raise ConfigError(
-            f"distributed.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
-            f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
+            f"distributed.learners is {learners}{samplers_note}, which needs {gpus_needed} GPUs on this machine, one for each; "
+            f"there {'are' if gpus_available != 1 else 'is'} {gpus_available}. Ask for fewer, start the run by torchrun on several machines, or set "
             "CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )
-    own = learners > 1 or samplers > 0
-    processes = learners + samplers if own else _processes(config, device)
+    separate = learners > 1 or samplers > 0
+    processes = learners + samplers if separate else _processes(config, device)
     if config.model.backend == "unsloth":
         version = f"{prefork.torch_version()}, unsloth {library.installed_version()}"
     else:
@@ -241,11 +245,11 @@ def refuse_on_server(config: AnyConfig) -> None:
             "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
             "groupwise rl itself."
         )
-    for key, value, usual in (
+    for key, value, default in (
         ("distributed.learners", config.distributed.learners, 1),
         ("distributed.samplers", samplers_of(config), 0),
     ):
-        if value > usual:
+        if value > default:
             raise UsageError(
                 f"{key} is {value}, but a training server has one process learn and sample, or run.processes that share a model. "
                 f"Leave {key} out, or run groupwise rl itself."
@@ -259,19 +263,19 @@ def samplers_of(config: AnyConfig) -> int:
 
 def _processes(config: AnyConfig, device: str) -> int:
     """The configured number of processes, or a suitable one."""
-    requested = config.run.processes
-    possible = device == "cpu" and sys.platform.startswith("linux")
-    if requested is not None and requested > 1 and not possible:
+    configured = config.run.processes
+    can_share = device == "cpu" and sys.platform.startswith("linux")
+    if configured is not None and configured > 1 and not can_share:
         raise ConfigError(
-            f"run.processes is {requested}, but several processes can share a model only on the CPUs of a Linux machine; this run "
+            f"run.processes is {configured}, but several processes can share a model only on the CPUs of a Linux machine; this run "
             f"computes on {device} ({sys.platform}). Leave the key out."
         )
-    most = most_processes(config)
-    if requested is None and (not possible or most == 1):
+    max_processes = most_processes(config)
+    if configured is None and (not can_share or max_processes == 1):
         return 1
-    if requested is None and prefork.all_parameters(config.model) < SMALL_MODEL:
+    if configured is None and prefork.all_parameters(config.model) < SMALL_MODEL:
         return 1
-    return most
+    return max_processes
 
 
 def most_processes(config: AnyConfig) -> int:
@@ -288,13 +292,15 @@ def most_processes(config: AnyConfig) -> int:
     if config.lora is None or not sys.platform.startswith("linux"):
         return 1
     if isinstance(config, SftConfig):
-        useful = config.training.examples_per_step // MIN_EXAMPLES
+        useful_processes = config.training.examples_per_step // MIN_EXAMPLES
     else:
-        useful = config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
-    return max(1, min(config.run.threads or available_cores(), useful, MAX_PROCESSES))
+        useful_processes = (
+            config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
+        )
+    return max(1, min(config.run.threads or available_cores(), useful_processes, MAX_PROCESSES))
 
 
 def key_length(config: RunConfig, longest_prompt: int) -> int:
     """Largest number of tokens that the sampler can see, including the prompt, rounded up to `KEY_BLOCK`."""
-    needed = longest_prompt + longest_completion(config)
-    return -(-needed // KEY_BLOCK) * KEY_BLOCK
+    tokens = longest_prompt + longest_completion(config)
+    return -(-tokens // KEY_BLOCK) * KEY_BLOCK

@@ -188,8 +188,8 @@ def _fingerprint(lessons: LessonSet) -> str:
     return digest([[row.ids, row.mask] for lesson in lessons.lessons for row in lesson.rows])
 
 
-def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
-    """Estimate parameters and memory of a run in this layout with rows of at most `longest` tokens."""
+def planned_sft_sizes(config: SftConfig, layout: Layout, longest_row: int) -> ModelPlan:
+    """Estimate parameters and memory of a run in this layout with rows of at most `longest_row` tokens."""
     examples = config.training.examples_per_step
     return plan_model(
         config.model,
@@ -197,7 +197,9 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
         dtype=layout.dtype,
         decoding=None,
         microbatch=largest_microbatch(
-            layout.max_tokens_per_microbatch, longest, -(-examples // layout.learning) * longest
+            layout.max_tokens_per_microbatch,
+            longest_row,
+            -(-examples // layout.learning) * longest_row,
         ),
         needs_reference=False,
         device=layout.device,
@@ -213,7 +215,7 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
     `warnings` are added to the plan's own.
     """
     config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
-    first = lessons.lessons[prepared.order.example(0)]
+    first_lesson = lessons.lessons[prepared.order.example(0)]
     counts = {
         "examples": len(lessons.lessons),
         "rows": sum(len(lesson.rows) for lesson in lessons.lessons),
@@ -232,7 +234,9 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         prepared,
         planned_sft_sizes(config, prepared.layout, lessons.longest),
         counts=counts,
-        first_examples={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
+        first_examples={
+            "first_rows": [shown_row(prepared.tokenizer, row) for row in first_lesson.rows]
+        },
         warnings=[*warnings_of(prepared), *warnings],
     )
 
@@ -242,10 +246,10 @@ def warnings_of(prepared: SftPrepared) -> list[str]:
     examples = [lesson.example for lesson in prepared.lessons.lessons]
     overlap = None
     if prepared.held_out is not None:
-        trained = set(map(_prompt_key, prepared.lessons.lessons))
+        training_keys = set(map(_prompt_key, prepared.lessons.lessons))
         held_out_keys = list(map(_prompt_key, prepared.held_out.lessons))
         overlap = warning_of_overlap(
-            sum(each in trained for each in held_out_keys),
+            sum(key in training_keys for key in held_out_keys),
             len(held_out_keys),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
         )
@@ -256,19 +260,19 @@ def _prompt_key(lesson: Lesson) -> str:
     """A key that is equal for lessons with the same prompt; without a prompt, for lessons with the same tokens."""
     prompt = lesson.example.prompt
     if isinstance(prompt, str):
-        asks = bool(prompt)
+        has_prompt = bool(prompt)
     else:
-        asks = any(message["role"] not in ("system", "developer") for message in prompt)
-    return prompt_key(prompt) if asks else json.dumps([row.ids for row in lesson.rows])
+        has_prompt = any(message["role"] not in ("system", "developer") for message in prompt)
+    return prompt_key(prompt) if has_prompt else json.dumps([row.ids for row in lesson.rows])
 
 
 def shown_row(tokenizer: Any, row: Masked) -> str:
     """The row as text, with special tokens, and with ⟦ ⟧ around the trained parts."""
     pieces: list[str] = []
     start = 0
-    for place in range(1, len(row.ids) + 1):
-        if place == len(row.ids) or row.mask[place] != row.mask[start]:
-            text = tokenizer.decode(list(row.ids[start:place]), skip_special_tokens=False)
+    for index in range(1, len(row.ids) + 1):
+        if index == len(row.ids) or row.mask[index] != row.mask[start]:
+            text = tokenizer.decode(list(row.ids[start:index]), skip_special_tokens=False)
             pieces.append(text.join(TRAINED) if row.mask[start] else text)
-            start = place
+            start = index
     return "".join(pieces)

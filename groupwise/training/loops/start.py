@@ -82,26 +82,26 @@ class StartMode:
 
     def __post_init__(self) -> None:
         values = (self.resume, self.resume_from, self.init_from)
-        given = [name for name, value in zip(WAYS_TO_START, values, strict=True) if value]
-        if len(given) > 1:
-            meant = ", ".join(f"{name} {WAYS_TO_START[name]}" for name in given)
+        names = [name for name, value in zip(WAYS_TO_START, values, strict=True) if value]
+        if len(names) > 1:
+            meanings = ", ".join(f"{name} {WAYS_TO_START[name]}" for name in names)
             raise UsageError(
-                f"{' and '.join(given)} exclude each other: {meant}. Give one of them."
+                f"{' and '.join(names)} exclude each other: {meanings}. Give one of them."
             )
 
 
 def run_with_auto_resume(
-    begin: Callable[[StartMode], T], ways: StartMode, loaded: LoadedConfig
+    begin: Callable[[StartMode], T], mode: StartMode, loaded: LoadedConfig
 ) -> T:
     """Run `begin` in this mode; if `run.server` loses the run's sampler or learner, resume from the last checkpoint as with `--resume`.
 
     A crashed engine or a restarted server then costs the steps since the last checkpoint. Raises the run's own errors, and the loss
     itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
     """
-    in_vain, reached, run = 0, 0, ""
+    failures, reached, run = 0, 0, ""
     while True:
         try:
-            return begin(ways)
+            return begin(mode)
         except UsageError as error:
             if not run:
                 raise
@@ -112,20 +112,20 @@ def run_with_auto_resume(
             if error.code not in LOST:
                 raise
             runs = Path(loaded.config.run.dir)
-            if ways.resume_from is None:
+            if mode.resume_from is None:
                 path = find.newest_unfinished(loaded.run_name, runs)
             else:
-                path = find.resolve(ways.resume_from.partition("@")[0], runs).path
-            newest = checkpoints.newest(path / CHECKPOINTS)
-            run, step = path.name, 0 if newest is None else newest.step
-            in_vain = 0 if step > reached else in_vain + 1
-            if in_vain == MOST_IN_VAIN:
+                path = find.resolve(mode.resume_from.partition("@")[0], runs).path
+            checkpoint = checkpoints.newest(path / CHECKPOINTS)
+            run, step = path.name, 0 if checkpoint is None else checkpoint.step
+            failures = 0 if step > reached else failures + 1
+            if failures == MOST_IN_VAIN:
                 raise
             reached = step
             logger.warning("%s", error)
             logger.warning("the run %s goes on by itself, after step %d", run, step)
             _await_server(loaded.config.run.server)
-            ways = StartMode(resume_from=f"{run}@{step}") if step else StartMode(resume=True)
+            mode = StartMode(resume_from=f"{run}@{step}") if step else StartMode(resume=True)
 
 
 def _await_server(url: str | None) -> None:
@@ -162,17 +162,17 @@ class Start(Generic[Loaded]):
         return check_resume(self.point, prepared) if self.point else None
 
 
-def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
+def find_start(loaded: Loaded, mode: StartMode, kind: str) -> Start[Loaded]:
     """Find the initial weights or the point to resume from. `kind` is the command (`rl`, `sft`); it can resume only its own runs."""
     lineage: tuple[dict[str, Any], ...] = ()
-    point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
+    point = find_resume_point(loaded, mode.resume, mode.resume_from, kind)
     if point is not None:
         weights = start_to_keep(point)
         loaded = with_start_of(loaded, point)
-    elif ways.init_from is not None:
-        found = find_policy(ways.init_from, Path(loaded.config.run.dir))
-        weights = found.folder
-        lineage = () if weights is None else _lineage(found, weights)
+    elif mode.init_from is not None:
+        policy = find_policy(mode.init_from, Path(loaded.config.run.dir))
+        weights = policy.folder
+        lineage = () if weights is None else _lineage(policy, weights)
     else:
         weights = None
     if weights is not None:
@@ -183,15 +183,15 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
         warning = check_access(target, point.path if point else None)
         if warning:
             logger.warning("run.hub: %s. It is tried when the run has finished", warning)
-    return Start(loaded, point, ways.init_from, lineage, weights)
+    return Start(loaded, point, mode.init_from, lineage, weights)
 
 
-def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
+def _lineage(policy: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
     """The origin of weights for the model card: the run that trained them and its ancestors, or only a name if no run is known."""
-    run = found.run or find.run_around(weights)
+    run = policy.run or find.run_around(weights)
     if run is None:
-        local = Path(found.label).expanduser().exists()
-        return ({"policy": weights.resolve().name if local else found.label},)
+        is_path = Path(policy.label).expanduser().exists()
+        return ({"policy": weights.resolve().name if is_path else policy.label},)
     facts = Store.facts(run / RECORD)
     known_facts = {
         key: facts[key] for key in ("kind", "task", "dataset", "model") if facts.get(key)
@@ -218,7 +218,7 @@ def open_run_folder(
     prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
 ) -> Generator[tuple[RunFolder, AnyPrepared]]:
     """Open the run's folder and copy the initial weights into it; a new folder records `facts` about the run."""
-    noted = {
+    all_facts = {
         "kind": kind,
         "model": prepared.loaded.config.model.name,
         "task_module": prepared.task.spec,
@@ -228,7 +228,7 @@ def open_run_folder(
         "lineage": start.lineage,
         "packages": packages_used(),
     }
-    folder = open_folder(prepared, start.point, noted)
+    folder = open_folder(prepared, start.point, all_facts)
     try:
         with folder:
             if start.weights is not None:

@@ -149,11 +149,13 @@ async def update(
         folder = training.folder.path / NON_FINITE
         with atomic_files.explaining_disk_errors(folder):
             folder.mkdir(exist_ok=True)
-            kept = {file.name for file in folder.glob("step-*.jsonl")}
-        if len(kept) < MOST_KEPT:
-            again = (f"-{number}" for number in count(2))
-            names = (f"step-{training.step}{more}.jsonl" for more in chain([""], again))
-            file = folder / next(name for name in names if name not in kept)
+            names_kept = {file.name for file in folder.glob("step-*.jsonl")}
+        if len(names_kept) < MOST_KEPT:
+            numbered_suffixes = (f"-{number}" for number in count(2))
+            names = (
+                f"step-{training.step}{suffix}.jsonl" for suffix in chain([""], numbered_suffixes)
+            )
+            file = folder / next(name for name in names if name not in names_kept)
             atomic_files.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
             logger.warning("its rows are in %s", file)
     return result

@@ -69,15 +69,19 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
 
     Raises the errors of `groupwise sft`.
     """
-    given = config_of_warm_up(loaded)
-    with nullcontext() if dry_run else build.expected_ranks(given.config):
-        prepared = prepare_sft(given, task)
-    made = matching_run(prepared)
-    if made is not None and _is_finished(made):
-        logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
-        summary = {**_short_summary(read_summary(made) or {}), "found": True}
+    sft_loaded = config_of_warm_up(loaded)
+    with nullcontext() if dry_run else build.expected_ranks(sft_loaded.config):
+        prepared = prepare_sft(sft_loaded, task)
+    run_folder = matching_run(prepared)
+    if run_folder is not None and _is_finished(run_folder):
+        logger.info(
+            "warm-up: the run %s was made from the same config, task and data", run_folder.name
+        )
+        summary = {**_short_summary(read_summary(run_folder) or {}), "found": True}
         return WarmedUp(
-            str(made), summary, untrained=None if dry_run else _evaluate_untrained(loaded, task)
+            str(run_folder),
+            summary,
+            untrained=None if dry_run else _evaluate_untrained(loaded, task),
         )
     if dry_run:
         return WarmedUp(None, plan_sft(prepared))
@@ -86,29 +90,29 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
             "with the same config: it is found then."
         )
-    if made is None:
-        result = sft(_with_name(given, _free_name(given)), task)
-    elif checkpoints.newest(made / CHECKPOINTS) is not None:
-        result = sft(given.config, task, resume_from=str(made))
+    if run_folder is None:
+        result = sft(_with_name(sft_loaded, _free_name(sft_loaded)), task)
+    elif checkpoints.newest(run_folder / CHECKPOINTS) is not None:
+        result = sft(sft_loaded.config, task, resume_from=str(run_folder))
     else:  # the run was interrupted before its first checkpoint
-        result = sft(_with_name(given, made.name), task, resume=True)
+        result = sft(_with_name(sft_loaded, run_folder.name), task, resume=True)
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
     summary = {**_short_summary(result.summary), "found": False}
     return WarmedUp(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
 
 
-def _with_name(given: LoadedSftConfig, name: str) -> SftConfig:
-    run = given.config.run.model_copy(update={"name": name})
-    return given.config.model_copy(update={"run": run})
+def _with_name(loaded: LoadedSftConfig, name: str) -> SftConfig:
+    run = loaded.config.run.model_copy(update={"name": name})
+    return loaded.config.model_copy(update={"run": run})
 
 
-def _free_name(given: LoadedSftConfig) -> str:
+def _free_name(loaded: LoadedSftConfig) -> str:
     """The name of a new warm-up. If an unfinished run has that name, a number is added, because that run may still be resumed."""
-    runs, name, number = Path(given.config.run.dir), given.run_name, 1
+    runs, name, number = Path(loaded.config.run.dir), loaded.run_name, 1
     while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
         number += 1
-        name = f"{given.run_name}-{number}"
+        name = f"{loaded.run_name}-{number}"
     return name
 
 
@@ -119,10 +123,10 @@ def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None
     return evaluate_untrained(loaded, task)
 
 
-def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
+def needs_warm_up(loaded: LoadedConfig, mode: StartMode) -> bool:
     """True if a run starts with its warm-up. A resumed run does if its earlier attempt was interrupted during the warm-up."""
-    if not ways.resume:
-        return ways == StartMode()
+    if not mode.resume:
+        return mode == StartMode()
     runs = Path(loaded.config.run.dir)
     states = [facts.get("state") for _, facts in find.runs_called(loaded.run_name, runs)]
     if any(state != "finished" for state in states):
@@ -134,9 +138,9 @@ def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
 def matching_run(prepared: SftPrepared) -> Path | None:
     """The newest run of the same config, task and data; finished runs come first. None if there is none."""
     runs = Path(prepared.config.run.dir)
-    found = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
+    paths = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
     return max(
-        found,
+        paths,
         key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
         default=None,
     )
@@ -153,9 +157,9 @@ def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
     facts_compared = [*FIXED_FACTS.values(), "task_file"]
     if any(facts.get(name) != prepared.facts.get(name) for name in facts_compared):
         return False
-    found = compare_for_resume(config, prepared.config)
-    changed = [*found.free, *found.warned, *found.fixed]
-    return all(key.startswith("run.") for key in changed)
+    differences = compare_for_resume(config, prepared.config)
+    changed_keys = [*differences.free, *differences.warned, *differences.fixed]
+    return all(key.startswith("run.") for key in changed_keys)
 
 
 def _is_finished(path: Path) -> bool:

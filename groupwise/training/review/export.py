@@ -92,23 +92,23 @@ def export(
         check_can_write(to)
         with Store.open(path / RECORD, readonly=True) as store:
             steps = min(steps_of(store), sys.maxsize if step is None else step)
-            made = _fill_output(
+            file_names = _fill_output(
                 output, force, lambda folder: write_record(store, to, folder, steps)
             )
-        return Exported(path.name, steps, to, output, made)
+        return Exported(path.name, steps, to, output, file_names)
     weights = _weights(run, runs_dir, trust_remote_code)
     if to == "adapter" and not is_adapter(weights.folder):
         raise UsageError(
             f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
         )
     program = _converter(converter) if to == "gguf" else None
-    keeping = ENOUGH if keep_change else 0.0
+    min_kept = ENOUGH if keep_change else 0.0
 
     def fill(folder: Path) -> None:
-        _write_weights(weights, to, dtype, program, folder, output, keeping)
+        _write_weights(weights, to, dtype, program, folder, output, min_kept)
 
-    made = _fill_output(output, force, fill)
-    return Exported(weights.run.name, weights.step, to, output, made)
+    file_names = _fill_output(output, force, fill)
+    return Exported(weights.run.name, weights.step, to, output, file_names)
 
 
 # --- the place -----------------------------------------------------------------------------------
@@ -124,9 +124,9 @@ def _check_place(output: Path, force: bool) -> None:
         raise UsageError(
             f"{output} is not empty. Name another --output, or give --force to replace the whole folder."
         )
-    place = output.resolve()
-    if place in (Path.home(), Path.cwd(), *Path.home().parents, *Path.cwd().parents) or any(
-        (place / name).exists() for name in (RECORD, ".git")
+    folder = output.resolve()
+    if folder in (Path.home(), Path.cwd(), *Path.home().parents, *Path.cwd().parents) or any(
+        (folder / name).exists() for name in (RECORD, ".git")
     ):
         raise UsageError(
             f"{output} is no folder that an export should replace: you are in it, or it is a run or a repository. Name another "
@@ -163,14 +163,14 @@ class _Weights:
         return self.folder.name == "final"
 
 
-def _weights(run: str, runs_dir: Path, trusted: bool) -> _Weights:
-    found = find_policy(run, runs_dir)
-    if found.run is None or found.folder is None:
+def _weights(run: str, runs_dir: Path, trust_remote_code: bool) -> _Weights:
+    policy = find_policy(run, runs_dir)
+    if policy.run is None or policy.folder is None:
         raise UsageError(
             f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
-    step = int(found.label.rpartition("@")[2])
-    return _Weights(found.run, found.folder, step, trusted)
+    step = int(policy.label.rpartition("@")[2])
+    return _Weights(policy.run, policy.folder, step, trust_remote_code)
 
 
 def _write_weights(
@@ -180,11 +180,11 @@ def _write_weights(
     program: Path | None,
     folder: Path,
     output: Path,
-    keeping: float,
+    min_kept: float,
 ) -> None:
     # The checkpoint of the last step also contains the final weights.
     summary = read_summary(weights.run) or {}
-    ended_with = weights.final or summary.get("final_step") == weights.step
+    is_final = weights.final or summary.get("final_step") == weights.step
     card = model_card(
         weights.run,
         weights.folder,
@@ -192,21 +192,21 @@ def _write_weights(
         place=WeightsLocation(
             output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
         ),
-        results=results_of(summary) if ended_with else {},
+        results=results_of(summary) if is_final else {},
         merged=to != "adapter",
     )
     if to == "adapter":
         write_artefact(folder, weights.folder, card, _tokenizer(weights))
     elif to == "merged":
-        _write_model(weights, dtype, folder, keeping)
+        _write_model(weights, dtype, folder, min_kept)
         (folder / CARD).write_text(card, encoding="utf-8")
     else:
         assert program is not None, "it was looked for"
         with tempfile.TemporaryDirectory(
             dir=folder.parent, prefix=atomic_files.BUILDING
-        ) as between:
-            _write_model(weights, dtype, Path(between))
-            _convert(program, Path(between), folder / f"{weights.run.name}.gguf")
+        ) as temp_folder:
+            _write_model(weights, dtype, Path(temp_folder))
+            _convert(program, Path(temp_folder), folder / f"{weights.run.name}.gguf")
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
@@ -228,8 +228,8 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
 
 def _model(weights: _Weights) -> ModelConfig:
     """The base model of the run."""
-    recorded = read_config(weights.run)["model"]
-    return recorded_base(recorded, trust_remote_code=weights.trusted)
+    model_section = read_config(weights.run)["model"]
+    return recorded_base(model_section, trust_remote_code=weights.trusted)
 
 
 def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
@@ -252,9 +252,9 @@ def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-def _converter(given: Path | None) -> Path:
+def _converter(path_option: Path | None) -> Path:
     """Path of llama.cpp's converter: from the argument, the environment variable, or PATH."""
-    converter = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
+    converter = path_option or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
     if converter is None:
         raise ModelError(
             f"GGUF files are made by llama.cpp's {CONVERTER}, which is not here. Get it by: git clone "
@@ -270,12 +270,12 @@ def _converter(given: Path | None) -> Path:
 
 def _convert(program: Path, model: Path, output: Path) -> None:
     """Run the converter with this Python, which must have the packages that it imports."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(program), str(model), "--outfile", str(output)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode or not output.is_file():
-        output_end = (done.stderr or done.stdout).strip()[-QUOTED:]
-        raise RunError(f"{program} failed (exit code {done.returncode}):\n{output_end}")
+    if process.returncode or not output.is_file():
+        output_end = (process.stderr or process.stdout).strip()[-QUOTED:]
+        raise RunError(f"{program} failed (exit code {process.returncode}):\n{output_end}")
