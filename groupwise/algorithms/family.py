@@ -230,12 +230,12 @@ class GroupRelative(ABC):
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
         """The algorithm's denominator for policy and KL; the number of trained tokens for the entropy."""
         denominator = self.denominator(groups, max_completion_length)
-        found = {"policy": denominator}
+        denominators = {"policy": denominator}
         if self.needs_reference:
-            found["kl"] = denominator
+            denominators["kl"] = denominator
         if self.needs_entropy_gradient:
-            found["entropy"] = float(self.tokens(groups))
-        return found
+            denominators["entropy"] = float(self.tokens(groups))
+        return denominators
 
     def trains(self, rollout: Rollout) -> bool:
         """True if a scored rollout has trained tokens; it counts as a rollout in any case."""

@@ -587,8 +587,8 @@ def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
 def _changed_columns(a: Side, b: Side) -> int:
     """Number of prompts with the same text but different columns on the two sides."""
     unpaired = [
-        {prompt_key(samples[0]) for key, samples in mine.items() if key not in other_samples}
-        for mine, other_samples in (
+        {prompt_key(samples[0]) for key, samples in own_samples.items() if key not in other_samples}
+        for own_samples, other_samples in (
             (by_prompt(a.rows), by_prompt(b.rows)),
             (by_prompt(b.rows), by_prompt(a.rows)),
         )

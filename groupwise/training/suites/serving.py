@@ -52,8 +52,8 @@ class Weights:
     @staticmethod
     def of(folder: Path, run: Path | None = None) -> Weights:
         """The weights in a folder. If it is inside a run's folder, they belong to that run."""
-        above = (each for each in folder.resolve().parents if (each / RECORD).is_file())
-        return Weights(folder, run or next(above, None))
+        run_folders = (parent for parent in folder.resolve().parents if (parent / RECORD).is_file())
+        return Weights(folder, run or next(run_folders, None))
 
     def base(self) -> ModelConfig:
         """The base model that was trained. Raises UsageError if the run is unknown."""
@@ -73,7 +73,7 @@ def check_words(words: Sequence[str]) -> None:
     """Raise UsageError for a command that could not serve a policy here."""
     if not any(PORT in word for word in words):
         raise UsageError(f"the command that serves does not say {PORT}, where it is to answer.")
-    if not any(place in word for word in words for place in WEIGHTS):
+    if not any(placeholder in word for word in words for placeholder in WEIGHTS):
         raise UsageError(
             f"the command that serves says neither {' nor '.join(WEIGHTS)}, so it would serve something else."
         )
@@ -97,8 +97,10 @@ def serving(
     """
     port = free_port()
     try:
-        filled = [_fill_placeholders(word, weights, folder, port) for word in words]
-        with Family(filled, folder=Path.cwd(), log=folder / "server.txt", environment={}) as family:
+        command = [_fill_placeholders(word, weights, folder, port) for word in words]
+        with Family(
+            command, folder=Path.cwd(), log=folder / "server.txt", environment={}
+        ) as family:
             url = f"http://127.0.0.1:{port}/v1"
             names = _await_models(family, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
             yield family, url, _choose_model(names, model)
@@ -106,43 +108,43 @@ def serving(
         shutil.rmtree(folder / "merged", ignore_errors=True)
 
 
-def _fill_placeholders(word: str, weights: Weights, folder: Path, port: int) -> str:
-    made = {
+def _fill_placeholders(argument: str, weights: Weights, folder: Path, port: int) -> str:
+    values = {
         "{policy}": lambda: str(weights.folder.resolve()),
         "{merged}": lambda: str(_merged_weights(weights, folder / "merged")),
         "{base}": lambda: weights.base().name,
         PORT: lambda: str(port),
         "{gpus}": lambda: str(_gpus(weights)),
     }
-    for place in PLACES:
-        if place in word:
-            word = word.replace(place, made[place]())
-    return word
+    for placeholder in PLACES:
+        if placeholder in argument:
+            argument = argument.replace(placeholder, values[placeholder]())
+    return argument
 
 
-def _merged_weights(weights: Weights, into: Path) -> Path:
+def _merged_weights(weights: Weights, target: Path) -> Path:
     """Folder of the whole model: the adapter merged into its base, or the weights unchanged."""
     if not is_adapter(weights.folder):
         return weights.folder.resolve()
-    if into.is_dir():  # another word of the command has asked for it already
-        return into.resolve()
+    if target.is_dir():  # another word of the command has asked for it already
+        return target.resolve()
     from groupwise.engine.models.export import stored_tokenizer, write_merged
     from groupwise.engine.models.tokenizer import load_tokenizer
 
     base = weights.base()
-    into.mkdir(parents=True)
-    written = write_merged(base, weights.folder, into)
-    if written.kept < ENOUGH:
+    target.mkdir(parents=True)
+    merge = write_merged(base, weights.folder, target)
+    if merge.kept < ENOUGH:
         logger.warning(
             "in %s, %.0f %% of the adapter's change is lost in rounding, so the suites are asked of less than was learnt; serve {policy} "
             "beside its base, where the server can",
-            written.dtype,
-            100 * (1 - written.kept),
+            merge.dtype,
+            100 * (1 - merge.kept),
         )
     has_own = any(next(weights.folder.glob(pattern), None) for pattern in TOKENIZER)
     tokenizer: Any = stored_tokenizer(weights.folder) if has_own else load_tokenizer(base)
-    tokenizer.save_pretrained(into)
-    return into.resolve()
+    tokenizer.save_pretrained(target)
+    return target.resolve()
 
 
 def _gpus(weights: Weights) -> int:
