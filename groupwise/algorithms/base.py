@@ -156,10 +156,10 @@ class Algorithm(Loss, Protocol):
         """True if a shaped group is worth training; otherwise another group is drawn in its place."""
         ...
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Raise ValueError for a knob that does not fit the length (tokens) of a run's rollouts, TaskError for a reward that does not fit.
 
-        `longest` is the most tokens that the policy may write in one rollout; `rewards` are the known reward names.
+        `max_length` is the most tokens that the policy may write in one rollout; `rewards` are the known reward names.
         """
         ...
 

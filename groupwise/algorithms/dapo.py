@@ -66,9 +66,9 @@ class Dapo(Clipped):
                 ("soft_punish_cache", "soft_punish_factor"),
             )
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Raise ValueError for a cache longer than the limit, and TaskError for a reward with the name of the punishment."""
-        if self._cache(longest):
+        if self._cache(max_length):
             check_names(rewards)
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
@@ -80,14 +80,14 @@ class Dapo(Clipped):
             group, max_completion_length, cache, self.soft_punish_factor
         )
 
-    def _cache(self, longest: int) -> int:
+    def _cache(self, max_length: int) -> int:
         """Number of tokens before the limit over which the reward sinks."""
         cache = self.soft_punish_cache
         if cache is None:
-            return round(CACHE_SHARE * longest)
-        if cache > longest:
+            return round(CACHE_SHARE * max_length)
+        if cache > max_length:
             raise ValueError(
-                f"algorithm.soft_punish_cache is {cache}, but the policy may write {longest} tokens "
+                f"algorithm.soft_punish_cache is {cache}, but the policy may write {max_length} tokens "
                 "at most in a rollout; a fifth of them is usual, which null stands for."
             )
         return cache

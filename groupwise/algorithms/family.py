@@ -206,7 +206,7 @@ class GroupRelative(ABC):
         """Return the group unchanged; a subclass may override this."""
         return group
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
         """Check nothing: these knobs fit every run."""
 
     def accepts(self, group: Group) -> bool:

@@ -123,7 +123,7 @@ class Closable:
         rank_memory = self.ranks.call_all_now("held_memory", device)
         if self.samplers is not None:
             rank_memory += self.samplers.call_all_now("held_memory", device)
-        if any(shared is None for _, shared in rank_memory):
+        if any(shared_bytes is None for _, shared_bytes in rank_memory):
             return None
         return (
             own_peak
@@ -327,8 +327,8 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
     return BaseParts(workers.sampler, workers.stop_token_ids, hosted=workers)
 
 
-def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
-    """Build the host that can add up to `most` models over the base of these parts; it ends with them.
+def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> Models:
+    """Build the host that can add up to `max_models` models over the base of these parts; it ends with them.
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
     """
@@ -338,7 +338,7 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
     else:
         hosts = [LocalWorker(parts.hosted)]
     first_model = run if isinstance(parts, Parts) else None
-    return Models(hosts, most, parts.stop_token_ids, first_model)
+    return Models(hosts, max_models, parts.stop_token_ids, first_model)
 
 
 def _training_parts(workers: Calls | Hosted) -> Parts:

@@ -107,9 +107,9 @@ class Layout:
         return self.slots * self.sampling
 
 
-def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def with_processes(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
-    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **recorded}
+    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **layout}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:

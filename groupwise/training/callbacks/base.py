@@ -271,8 +271,8 @@ class Callbacks:
         self._members: list[_Member] = []
         for name, callback in sorted(callbacks, key=lambda named: named[1].last):
             # Number repeated names, so that each callback has its own: x, x-2, …
-            taken = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
-            self._members.append(_Member(f"{name}-{taken + 1}" if taken else name, callback))
+            count = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
+            self._members.append(_Member(f"{name}-{count + 1}" if count else name, callback))
         self._asked = ControlRequests()
         self._run: Observed | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None

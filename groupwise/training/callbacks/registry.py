@@ -79,10 +79,10 @@ def configured_callbacks(
     return tuple(callbacks)
 
 
-def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
+def given_callbacks(entries: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
     """Build the callbacks (instances or classes) that a task's hook returned. Raises TaskError with a message that starts with `where`."""
     callbacks: list[Named] = []
-    for entry in given:
+    for entry in entries:
         kind = _kind(entry)
         label = f"{where}: {kind.__name__}"
         _check_kind(kind, label)
@@ -202,12 +202,16 @@ def _check_methods(callback: Callback, label: str) -> None:
 
 
 def callbacks_of_task(
-    task: Task, config: View, tokenizer: Any, output_dir: str, beside: Sequence[Named] = ()
+    task: Task,
+    config: View,
+    tokenizer: Any,
+    output_dir: str,
+    config_callbacks: Sequence[Named] = (),
 ) -> tuple[Named, ...]:
-    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `beside` are the callbacks of the config."""
+    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `config_callbacks` are the callbacks of the config."""
     with redirect_stdout(sys.stderr):  # as above
-        given = task.rl_callbacks(config, tokenizer, output_dir)
-        found = given_callbacks(given, config, f"{task.described}: get_rl_callbacks")
-    for end in range(len(found)):
-        _refuse_equal_claims([*beside, *found[: end + 1]])
-    return found
+        entries = task.rl_callbacks(config, tokenizer, output_dir)
+        callbacks = given_callbacks(entries, config, f"{task.described}: get_rl_callbacks")
+    for end in range(len(callbacks)):
+        _refuse_equal_claims([*config_callbacks, *callbacks[: end + 1]])
+    return callbacks

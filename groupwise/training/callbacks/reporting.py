@@ -105,8 +105,8 @@ class Reporting(Callback):
         self._sent = _sent_before(run.folder, self._held)
         if not self._sinks:
             return
-        first = min(self._held.values()) + 1
-        for line in self._recorded_metrics(run, first):
+        first_step = min(self._held.values()) + 1
+        for line in self._recorded_metrics(run, first_step):
             self._send(run, line)
         self._next = next(iter(self._recorded_metrics(run, run.step, run.step)))
 

@@ -356,13 +356,13 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
     `slopes`: layer, fraction of the change that reaches its output, and the standard deviation of that fraction by chance.
     """
     values = [value for _, value, _ in slopes]
-    layer, least, error = min(slopes, key=lambda slope: slope[1] + SURELY * slope[2])
+    layer, lowest, error = min(slopes, key=lambda slope: slope[1] + SURELY * slope[2])
     data = {"learning_rate": learning_rate, "slopes": {layer: value for layer, value, _ in slopes}}
     measured = (
         f"of a step at the learning rate {learning_rate:g}, {fmean(values):.0%} reaches the layers' outputs "
-        f"(least: {least:.0%} ± {error:.0%}, {layer})"
+        f"(least: {lowest:.0%} ± {error:.0%}, {layer})"
     )
-    if least + SURELY * error < LEAST_SLOPE:
+    if lowest + SURELY * error < LEAST_SLOPE:
         return Finding(
             "adapter slope",
             "warning",

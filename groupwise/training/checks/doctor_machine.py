@@ -107,31 +107,31 @@ def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
     return Finding("device", "ok", measured, data=data)
 
 
-def memory(needed: float, free_mib: float | None) -> Finding:
+def memory(needed_mib: float, free_mib: float | None) -> Finding:
     """Compare the memory that a run needs by its plan (MiB) with the free memory of the device."""
-    data = {"needed_mib": needed, "free_mib": free_mib}
+    data = {"needed_mib": needed_mib, "free_mib": free_mib}
     if free_mib is None:
-        message = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
+        message = f"a run needs about {needed_mib:,.0f} MiB; this system does not say what is free"
         return Finding("memory", "skipped", message, data=data)
-    measured = f"a run needs about {needed:,.0f} MiB, {free_mib:,.0f} MiB are free"
-    if needed > free_mib:
+    measured = f"a run needs about {needed_mib:,.0f} MiB, {free_mib:,.0f} MiB are free"
+    if needed_mib > free_mib:
         meaning = "the run would be killed, or fail for want of memory"
         return Finding("memory", "problem", measured, meaning, NEEDS_LESS, data)
-    if needed > NEARLY_FULL * free_mib:
+    if needed_mib > NEARLY_FULL * free_mib:
         meaning = "the plan is an estimate, and this leaves little beside it"
         return Finding("memory", "warning", measured, meaning, NEEDS_LESS, data)
     return Finding("memory", "ok", measured, data=data)
 
 
-def disk(folder: Path, needed: int, free: int) -> Finding:
+def disk(folder: Path, needed_bytes: int, free_bytes: int) -> Finding:
     """Compare the size of a run's files (checkpoints, final weights, record) with the free space of the disk."""
-    data = {"folder": str(folder), "needed_bytes": needed, "free_bytes": free}
-    measured = f"a run writes about {size(needed)}, {size(free)} are free in {folder}"
+    data = {"folder": str(folder), "needed_bytes": needed_bytes, "free_bytes": free_bytes}
+    measured = f"a run writes about {size(needed_bytes)}, {size(free_bytes)} are free in {folder}"
     remedy = "make room, lower run.save_total_limit, or name another disk with run.dir"
-    if free < needed:
+    if free_bytes < needed_bytes:
         meaning = "the run would stop at the checkpoint that does not fit"
         return Finding("disk", "problem", measured, meaning, remedy, data)
-    if free < 2 * needed:
+    if free_bytes < 2 * needed_bytes:
         return Finding("disk", "warning", measured, "that is little for two runs", remedy, data)
     return Finding("disk", "ok", measured, data=data)
 

@@ -405,8 +405,10 @@ class _Reader:
         if not isinstance(splits, list):
             self.made.append(dataset := Made(LOADED, node.lineno, arguments))
             return dataset
-        each_split = cast("list[Any]", splits)
-        datasets = [Made(LOADED, node.lineno, arguments | {"split": split}) for split in each_split]
+        split_names = cast("list[Any]", splits)
+        datasets = [
+            Made(LOADED, node.lineno, arguments | {"split": split}) for split in split_names
+        ]
         self.made += datasets[:1]
         return datasets
 

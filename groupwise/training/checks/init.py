@@ -282,8 +282,8 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
     hook = "get_sft_dataset"
     try:
         rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MEASURED)
-        way = teacher_way(config, task, tokenizer)
-        lessons = read_lessons(tokenizer, spread(rows, MEASURED), way, where=hook).lessons
+        settings = teacher_way(config, task, tokenizer)
+        lessons = read_lessons(tokenizer, spread(rows, MEASURED), settings, where=hook).lessons
     except TaskError:  # `groupwise sft` would refuse them; rewards do not need them
         return None
     lengths = [sum(row.mask) for lesson in lessons for row in lesson.rows]

@@ -720,7 +720,7 @@ def _rewards(translation: Translation) -> None:
             {"test_cases": "verification_info.test_cases"},
             "Where the data of open-r1 have the tests of code.",
         )
-    _warn_of_scripts(translation, {str(each).rpartition(":")[0] for each in entries})
+    _warn_of_scripts(translation, {str(item).rpartition(":")[0] for item in entries})
 
 
 def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:

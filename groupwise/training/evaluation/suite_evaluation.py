@@ -124,8 +124,8 @@ class SuitesFound:
                 for name, result in self.results.items()
             },
             "suites": {
-                name: {key: value for key, value in found.items() if key != "rows"}
-                for name, found in self.results.items()
+                name: {key: value for key, value in result.items() if key != "rows"}
+                for name, result in self.results.items()
             },
             **({"failed": self.failed} if self.failed else {}),
             **({"results": str(self.path)} if self.path else {}),

@@ -113,11 +113,15 @@ def rl(
     if not dry_run:
         build.be_launched(loaded.config)
 
-    def begin(mode: StartMode, warmed: WarmedUp | None = None) -> RlResult:
+    def begin(mode: StartMode, warm_up_result: WarmedUp | None = None) -> RlResult:
         with nullcontext() if dry_run else build.expected_ranks(loaded.config):
             start = find_start(loaded, mode, KIND)
             return _rl(
-                start, task, warmed or WarmedUp(), dry_run=dry_run, on_this_machine=not dry_run
+                start,
+                task,
+                warm_up_result or WarmedUp(),
+                dry_run=dry_run,
+                on_this_machine=not dry_run,
             )
 
     if loaded.config.warm_up is None or not needs_warm_up(loaded, mode):
@@ -131,23 +135,27 @@ def rl(
                 dry_run=True,
                 on_this_machine=True,
             )
-    warmed = warm_up(loaded, task, dry_run=dry_run)
-    if warmed.interrupted is not None:
+    warm_up_result = warm_up(loaded, task, dry_run=dry_run)
+    if warm_up_result.interrupted is not None:
         return RlResult(
-            warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
+            warm_up_result.interrupted.summary,
+            warm_up_result.interrupted.folder,
+            warm_up_result.interrupted.exit_code,
         )
     result = run_with_auto_resume(
-        partial(begin, warmed=warmed), StartMode(init_from=warmed.run), loaded
+        partial(begin, warm_up_result=warm_up_result),
+        StartMode(init_from=warm_up_result.run),
+        loaded,
     )
     if not dry_run:  # the run's own summary contains the warm-up
         return result
-    return replace(result, summary={"warm_up": warmed.summary, **result.summary})
+    return replace(result, summary={"warm_up": warm_up_result.summary, **result.summary})
 
 
 def _rl(
     start: Start[LoadedConfig],
     task: object,
-    warmed: WarmedUp,
+    warm_up_result: WarmedUp,
     *,
     dry_run: bool,
     on_this_machine: bool,
@@ -164,12 +172,12 @@ def _rl(
     facts = {
         "examples": len(prepared.prompts.examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
-        **warmed.facts,
+        **warm_up_result.facts,
     }
     with open_run_folder(prepared, start, KIND, facts) as (folder, ready_run):
-        if warmed.untrained is not None:
+        if warm_up_result.untrained is not None:
             # The evaluation of the untrained model, recorded before the first step.
-            untrained, questions = warmed.untrained, ready_run.facts[ASKED]
+            untrained, questions = warm_up_result.untrained, ready_run.facts[ASKED]
             folder.store.add_evaluation(
                 EvaluationRecord(
                     0, UNTRAINED, untrained.policy, untrained.metrics, untrained.rows, questions
@@ -222,7 +230,7 @@ def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
     """The callbacks of the config, then those of the task."""
     config_view, tokenizer = view(prepared.config), prepared.tokenizer
     of_task = callbacks_of_task(
-        prepared.task, config_view, tokenizer, str(folder), beside=prepared.callbacks
+        prepared.task, config_view, tokenizer, str(folder), config_callbacks=prepared.callbacks
     )
     return Callbacks([*prepared.callbacks, *of_task])
 

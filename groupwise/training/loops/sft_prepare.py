@@ -169,7 +169,7 @@ def _read(
 
 def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
     """The settings for reading the task's rows: fields, masks, length, formatting."""
-    given = View(resolved_values(config))
+    config_view = View(resolved_values(config))
     room = prefork.prompt_room(config.model, 0)
     return TeacherWay(
         text_field=config.data.dataset_text_field,
@@ -178,8 +178,8 @@ def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
         max_length=min(config.data.max_length or room, room),
         vocabulary=prefork.vocabulary(config.model),
         truncation=config.data.truncation_mode,
-        formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
-        collator=task.sft_function("get_sft_data_collator", given, tokenizer),
+        formatting=task.sft_function("get_sft_formatting_func", config_view, tokenizer),
+        collator=task.sft_function("get_sft_data_collator", config_view, tokenizer),
         strict=config.data.strict,
     )
 

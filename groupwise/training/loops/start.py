@@ -98,7 +98,7 @@ def run_with_auto_resume(
     A crashed engine or a restarted server then costs the steps since the last checkpoint. Raises the run's own errors, and the loss
     itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
     """
-    failures, reached, run = 0, 0, ""
+    failures, last_step, run = 0, 0, ""
     while True:
         try:
             return begin(mode)
@@ -106,7 +106,7 @@ def run_with_auto_resume(
             if not run:
                 raise
             raise RunError(
-                f"{error.message} The run {run} stands at step {reached}; --resume goes on with it."
+                f"{error.message} The run {run} stands at step {last_step}; --resume goes on with it."
             ) from None
         except ClientError as error:
             if error.code not in LOST:
@@ -118,10 +118,10 @@ def run_with_auto_resume(
                 path = find.resolve(mode.resume_from.partition("@")[0], runs).path
             checkpoint = checkpoints.newest(path / CHECKPOINTS)
             run, step = path.name, 0 if checkpoint is None else checkpoint.step
-            failures = 0 if step > reached else failures + 1
+            failures = 0 if step > last_step else failures + 1
             if failures == MOST_IN_VAIN:
                 raise
-            reached = step
+            last_step = step
             logger.warning("%s", error)
             logger.warning("the run %s goes on by itself, after step %d", run, step)
             _await_server(loaded.config.run.server)

@@ -182,8 +182,8 @@ def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Compari
         side_a = _answers_of(a, b, side_b, runs_dir)
     elif side_b.supervised and not side_a.supervised:
         side_b = _answers_of(b, a, side_a, runs_dir)
-    for side, other in ((side_a, side_b), (side_b, side_a)):
-        if not side.rows and (other.rows and not (side_a.run and side_b.run)):
+    for side, other_side in ((side_a, side_b), (side_b, side_a)):
+        if not side.rows and (other_side.rows and not (side_a.run and side_b.run)):
             raise RunNotFoundError(_no_evaluation(side.run, None))
     return compare_sides(side_a, side_b)
 
@@ -328,9 +328,9 @@ def what_is_meant(
     Both names may contain colons; if the whole reference is a run, it means that run. Raises the errors of `resolve`.
     """
     colons = [index for index, letter in enumerate(reference) if letter == ":"]
-    for at in (len(reference), *reversed(colons)):
+    for end in (len(reference), *reversed(colons)):
         with suppress(RunNotFoundError):
-            return *resolve(reference[:at]), reference[at + 1 :]
+            return *resolve(reference[:end]), reference[end + 1 :]
     return *resolve(reference), ""
 
 
@@ -366,7 +366,7 @@ def _is_supervised(run: Path) -> bool:
     return Store.facts(run / RECORD).get("kind") == "sft"
 
 
-def _answers_of(reference: str, other: str, rl_side: Side, runs_dir: Path) -> Side:
+def _answers_of(reference: str, other_reference: str, rl_side: Side, runs_dir: Path) -> Side:
     """The answers of a supervised run as measured by `groupwise eval`, for a comparison with an RL run."""
     run, step, _ = _resolve(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
@@ -376,10 +376,10 @@ def _answers_of(reference: str, other: str, rl_side: Side, runs_dir: Path) -> Si
         advice = (
             f"`{command}` lets it answer held-out prompts; then this command compares the two."
             if rl_side.rows
-            else f"`{command} --policy {other}` lets both answer the same held-out prompts and compares them."
+            else f"`{command} --policy {other_reference}` lets both answer the same held-out prompts and compares them."
         )
         raise UsageError(
-            f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other} is judged by the "
+            f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other_reference} is judged by the "
             f"rewards of its own answers. {advice}"
         )
     return sides[-1]

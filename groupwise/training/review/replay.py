@@ -226,18 +226,18 @@ def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
 
 
 def as_it_was(
-    now: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, section: str = ""
+    current: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, section: str = ""
 ) -> dict[str, Any]:
     """The config at a step; with `section`, the recorded values under that key.
 
     Later resumes may have changed it; these changes are reverted.
     """
     resumes_applied = [index for index, resume in enumerate(resumes, 1) if resume.step <= step]
-    config: dict[str, Any] = copy.deepcopy(dict(now))
+    config: dict[str, Any] = copy.deepcopy(dict(current))
     for resume in reversed(resumes[max(resumes_applied, default=0) :]):
-        for key, (before, _) in resume.changes.items():
+        for key, (old_value, _) in resume.changes.items():
             if key.startswith("layout.") == (section == "layout"):
-                _put(config, key.removeprefix(f"{section}.").split("."), before)
+                _put(config, key.removeprefix(f"{section}.").split("."), old_value)
     return config
 
 
@@ -248,9 +248,9 @@ def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     tree[leaf] = value
 
 
-def _adapted_layout(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
+def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
     """The recorded layout as far as this machine supports it, and the reasons why results may differ in their last bits."""
-    recorded_layout = Layout(**recorded)
+    recorded_layout = Layout(**layout_record)
     device = (
         recorded_layout.device
         if recorded_layout.device in ("cpu", choose_device())
@@ -334,15 +334,15 @@ async def _begin(run: Learning, recording: _Recording) -> str | None:
             for segment in rollout.segments
             if segment.policy_version == 0
         )
-        recorded = next(fingerprints, None)
+        fingerprint = next(fingerprints, None)
     else:
         _load(run, checkpoint)
-        recorded = run.policy.fingerprint
+        fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)
-    if recorded in (None, run.policy.fingerprint):
+    if fingerprint in (None, run.policy.fingerprint):
         return None
     return (
-        f"the weights have the fingerprint {run.policy.fingerprint}, {recorded} was recorded: this machine makes "
+        f"the weights have the fingerprint {run.policy.fingerprint}, {fingerprint} was recorded: this machine makes "
         "or reads other ones than the run had"
     )
 

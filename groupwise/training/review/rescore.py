@@ -417,7 +417,7 @@ def _with_ranks(group: Sequence[Rescored]) -> list[Rescored]:
 
 def _rank(value: float, values: Sequence[float]) -> float:
     better_count = sum(other_value > value for other_value in values)
-    return better_count + (1 + sum(other == value for other in values)) / 2
+    return better_count + (1 + sum(other_value == value for other_value in values)) / 2
 
 
 @dataclass(frozen=True, slots=True)
