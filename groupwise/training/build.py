@@ -217,16 +217,16 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
     """Load the model once and build sampler and learner with it."""
     if layout.samplers:
         # Build the halves one after the other.
-        learners, samplers, orders = _halves(config, layout, run, publish_folder)
+        learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
         try:
             for half, order in zip((learners, samplers), orders, strict=True):
                 half.make_now(MAKE, order)
             return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
         except BaseException:
-            _close(learners, samplers)
+            _close_halves(learners, samplers)
             raise
     return _training_parts(
-        _build_now("training", config, layout, run=run, folder=str(publish_folder))
+        _build_workers_now("training", config, layout, run=run, folder=str(publish_folder))
     )
 
 
@@ -237,13 +237,13 @@ async def start_training(
     builds the parts.
     """
     if config.run.server is not None:
-        remote = await _by_server("training", config, layout, run, publish_folder)
+        remote = await _build_on_server("training", config, layout, run, publish_folder)
         return Parts(remote.sampler, remote.learner, remote.stop_token_ids, session=remote.session)
     if config.model.backend == "tunix":
-        return await _by_tunix(config, layout, run, publish_folder)
+        return await _build_on_tunix(config, layout, run, publish_folder)
     if layout.samplers:
         # Learners and samplers start concurrently.
-        learners, samplers, orders = _halves(config, layout, run, publish_folder)
+        learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
         try:
             await gather_all(
                 half.make(MAKE, order)
@@ -251,9 +251,9 @@ async def start_training(
             )
             return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
         except BaseException:
-            _close(learners, samplers)
+            _close_halves(learners, samplers)
             raise
-    workers = await _build("training", config, layout, run=run, folder=str(publish_folder))
+    workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(workers, Calls) and config.sampler.engine == "vllm":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
@@ -275,7 +275,7 @@ async def start_training(
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
     """Load the model and build the learner of a run that samples nothing. `folder` is for publications, which such a run does not make."""
-    workers = _build_now("supervised", config, layout, run=run, folder=str(folder))
+    workers = _build_workers_now("supervised", config, layout, run=run, folder=str(folder))
     return _supervised_parts(workers, layout)
 
 
@@ -284,25 +284,25 @@ async def start_supervised(
 ) -> LearningParts:
     """Like `supervised_parts`, but async; see `start_training`."""
     if config.run.server is not None:
-        remote = await _by_server("supervised", config, layout, run, folder)
+        remote = await _build_on_server("supervised", config, layout, run, folder)
         return LearningParts(remote.learner, session=remote.session)
-    workers = await _build("supervised", config, layout, run=run, folder=str(folder))
+    workers = await _build_workers("supervised", config, layout, run=run, folder=str(folder))
     return _supervised_parts(workers, layout)
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
     """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
     if config.run.server is not None:
-        parts = await _by_server("serving", config, layout, "served", Path(), weights)
+        parts = await _build_on_server("serving", config, layout, "served", Path(), weights)
         return ServingParts(parts.sampler, parts.stop_token_ids, session=parts.session)
     if config.model.backend == "tunix":
-        parts = await _by_tunix(config, layout, "served", Path(), weights)
+        parts = await _build_on_tunix(config, layout, "served", Path(), weights)
         return ServingParts(parts.sampler, parts.stop_token_ids, worker=parts.worker)
     folder = None if weights is None else str(weights)
     # One model is enough to check the servers' log-probabilities.
     if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
-    workers = await _build("serving", config, layout, weights=folder)
+    workers = await _build_workers("serving", config, layout, weights=folder)
     if isinstance(workers, Calls):
         return ServingParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
     assert workers.sampler is not None
@@ -320,7 +320,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
             "says which adapter it starts from. Leave the key out."
         )
     refuse_servers(config, "a base for several models is sampled where it is")
-    workers = await _build("base", config, layout)
+    workers = await _build_workers("base", config, layout)
     if isinstance(workers, Calls):
         return BaseParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
     assert workers.sampler is not None
@@ -499,7 +499,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
 # --- built by a training server --------------------------------------------------------------------
 
 
-async def _by_server(
+async def _build_on_server(
     kind: PartsKind,
     config: AnyConfig,
     layout: Layout,
@@ -558,7 +558,7 @@ def _remote_spec(
 # --- built by a worker in Tunix's environment -----------------------------------------------------
 
 
-async def _by_tunix(
+async def _build_on_tunix(
     config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None = None
 ) -> Parts:
     """Start a worker with the model and an adapter: the one in `weights`, that of the config, or a new one."""
@@ -572,7 +572,7 @@ async def _by_tunix(
     worker, sampler, learner = await start(
         order, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
     )
-    return Parts(sampler, learner, _with_configured(stops, config), worker=worker)
+    return Parts(sampler, learner, _with_configured_stops(stops, config), worker=worker)
 
 
 def _tunix_order(
@@ -649,30 +649,34 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- built here, or once in the zygote of ranks ---------------------------------------------------
 
 
-def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any) -> Calls | Hosted:
+def _build_workers_now(
+    kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
+) -> Calls | Hosted:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
-        return _build_here(kind, config, layout, **arguments)
+        return _build_in_process(kind, config, layout, **arguments)
     if layout.apart:
         workers = _start_processes(kind, config, layout)
-        workers.make_now(MAKE, _description(kind, config, layout, **arguments))
+        workers.make_now(MAKE, _make_arguments(kind, config, layout, **arguments))
         return workers
     ranks = prefork.take()
-    ranks.make_now(MAKE, _description(kind, config, layout, **arguments), layout.processes)
+    ranks.make_now(MAKE, _make_arguments(kind, config, layout, **arguments), layout.processes)
     return ranks
 
 
-async def _build(kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any) -> Calls | Hosted:
+async def _build_workers(
+    kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
+) -> Calls | Hosted:
     _refuse_tunix(config)
     if layout.processes == 1:
-        return _build_here(kind, config, layout, **arguments)
+        return _build_in_process(kind, config, layout, **arguments)
     if layout.apart:
         workers = _start_processes(kind, config, layout)
-        await workers.make(MAKE, _description(kind, config, layout, **arguments))
+        await workers.make(MAKE, _make_arguments(kind, config, layout, **arguments))
         return workers
     ranks = prefork.take()
-    await ranks.make(MAKE, _description(kind, config, layout, **arguments), layout.processes)
+    await ranks.make(MAKE, _make_arguments(kind, config, layout, **arguments), layout.processes)
     return ranks
 
 
@@ -696,15 +700,15 @@ def _first_gpu(layout: Layout) -> int:
     return layout.learners if launch is None else launch.local_count
 
 
-def _halves(
+def _start_halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
 ) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
     """Learners, samplers, and the description of the parts of each. Closing the learners also closes the samplers."""
     learners = _start_processes("learning", config, layout)
     samplers = _start_processes("sampling", config, layout)
     learners.take_along(samplers)
-    learning = _description("learning", config, layout, run=run, folder=str(folder))
-    return learners, samplers, (learning, _description("sampling", config, layout))
+    learning = _make_arguments("learning", config, layout, run=run, folder=str(folder))
+    return learners, samplers, (learning, _make_arguments("sampling", config, layout))
 
 
 def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
@@ -718,17 +722,19 @@ def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> 
     )
 
 
-def _close(*halves: Started) -> None:
+def _close_halves(*halves: Started) -> None:
     for half in halves:
         half.close()
 
 
-def _build_here(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
+def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
     prefork.give_up()
-    return _make(kind, config, layout, **arguments)
+    return _make_worker(kind, config, layout, **arguments)
 
 
-def _description(kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any) -> dict[str, Any]:
+def _make_arguments(
+    kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
+) -> dict[str, Any]:
     """Arguments of `make_described` as plain JSON."""
     config_json = config.model_dump(mode="json")
     return {"kind": kind, "config": config_json, "layout": asdict(layout), **arguments}
@@ -741,12 +747,12 @@ def make_described(
     from groupwise.engine.models.machine import give_back_memory
 
     read = load_sft_config if kind == "supervised" else load_config
-    worker = _make(kind, read(config).config, Layout(**layout), **arguments)
+    worker = _make_worker(kind, read(config).config, Layout(**layout), **arguments)
     give_back_memory()
     return worker
 
 
-def _make(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
+def _make_worker(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
     with memory_explained("making the model ready"):
         return _MAKERS[kind](config, layout, **arguments)
 
@@ -772,23 +778,25 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         sampler_weights = ServedModel(load_model(config.model, layout.dtype, layout.device))
         learner_weights = _trained_model(config, layout, model)
     replicas = _replicas(layout, learner_weights)
-    learner = _learner(config, layout, learner_weights, run, folder, config.training.seed, replicas)
+    learner = _build_learner(
+        config, layout, learner_weights, run, folder, config.training.seed, replicas
+    )
     by_servers = config.sampler.engine == "vllm" and layout.learners > 1
     return Hosted(
         layout.threads_each,
-        None if by_servers else _sampler(config, layout, sampler_weights, tokenizer),
+        None if by_servers else _build_sampler(config, layout, sampler_weights, tokenizer),
         learner,
-        _with_configured(stops, config),
+        _with_configured_stops(stops, config),
         learner_weights,
         replicas,
-        witness=_witness(sampler_weights) if by_servers else None,
+        witness=_build_witness(sampler_weights) if by_servers else None,
         bench=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training
     )
 
 
-def _witness(sampler_weights: Any) -> Any:
+def _build_witness(sampler_weights: Any) -> Any:
     from groupwise.engine.sampler.vllm.witness import Witness
 
     return Witness(sampler_weights)
@@ -802,12 +810,14 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, _whole_on(layout))
+    model = load_model(config.model, layout.dtype, _full_model_device(layout))
     learner_weights = (
         _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
     )
     replicas = _replicas(layout, learner_weights)
-    learner = _learner(config, layout, learner_weights, run, folder, config.training.seed, replicas)
+    learner = _build_learner(
+        config, layout, learner_weights, run, folder, config.training.seed, replicas
+    )
     return Hosted(layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas)
 
 
@@ -828,15 +838,15 @@ def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
     if config.lora:
         shape = starting_config(config.model, config.lora)
         sampler_weights = ServedAdapter(AdaptedModel(model, shape))
-    stops = _with_configured(stop_token_ids(model, tokenizer), config)
+    stops = _with_configured_stops(stop_token_ids(model, tokenizer), config)
     return Hosted(
         layout.threads_each,
-        _sampler(config, layout, sampler_weights, tokenizer),
+        _build_sampler(config, layout, sampler_weights, tokenizer),
         stop_token_ids=stops,
     )
 
 
-def _learner(
+def _build_learner(
     config: RunConfig,
     layout: Layout,
     learner_weights: Any,
@@ -858,7 +868,7 @@ def _learner(
         packing=config.training.packing,
         keep_publications=config.training.max_off_policy_steps + 2,
         replicas=replicas,
-        divide_on=_divide_on(layout),
+        divide_on=_shard_device(layout),
     )
 
 
@@ -882,22 +892,24 @@ def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
     return load_model(config.model, layout.dtype, device)
 
 
-def _divide_on(layout: Layout) -> str | None:
+def _shard_device(layout: Layout) -> str | None:
     """Device of a learner's part of the weights; None if it has all weights."""
     return layout.device if layout.parts > 1 else None
 
 
-def _whole_on(layout: Layout) -> str:
+def _full_model_device(layout: Layout) -> str:
     """Device on which a learner reads the whole model; the CPU if the weights are divided, because one GPU may be too small."""
     return layout.device if layout.parts == 1 else "cpu"
 
 
-def _sampler(config: RunConfig, layout: Layout, sampler_weights: Any, tokenizer: Any) -> Sampler:
+def _build_sampler(
+    config: RunConfig, layout: Layout, sampler_weights: Any, tokenizer: Any
+) -> Sampler:
     from groupwise.engine.sampler.queued import DecodeLayout
     from groupwise.engine.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine == "vllm":
-        return _vllm_sampler(config, layout, _witness(sampler_weights), tokenizer)
+        return _vllm_sampler(config, layout, _build_witness(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.sampler import UnslothSampler
 
@@ -943,7 +955,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = _load_model(config, layout, _whole_on(layout))
+    model = _load_model(config, layout, _full_model_device(layout))
     learner_weights = _trained_adapter(config, model) if config.lora else TrainedModel(model)
     replicas = _replicas(layout, learner_weights)
     learner = TorchLearner(
@@ -956,7 +968,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
         replicas=replicas,
-        divide_on=_divide_on(layout),
+        divide_on=_shard_device(layout),
     )
     return Hosted(layout.threads_each, learner=learner, replicas=replicas)
 
@@ -973,15 +985,15 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config, layout, layout.device)
-    stops = _with_configured(stop_token_ids(model, tokenizer), config)
+    stops = _with_configured_stops(stop_token_ids(model, tokenizer), config)
     sampler_weights: Any = ServedModel(model)
     if folder is not None:
         if (folder / CONFIG).is_file():
             stored = read_lora_config(folder)
             warn_of_other_base(stored, config.model, folder)
-            sampler_weights = ServedAdapter(_with_adapters(config, model, stored))
+            sampler_weights = ServedAdapter(_build_adapted_model(config, model, stored))
         sampler_weights.read(folder)
-    sampler = _sampler(config, layout, sampler_weights, tokenizer)
+    sampler = _build_sampler(config, layout, sampler_weights, tokenizer)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
 
@@ -1000,7 +1012,7 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
     model.requires_grad_(False)
-    sampler = _sampler(config, layout, ServedModel(model), tokenizer)
+    sampler = _build_sampler(config, layout, ServedModel(model), tokenizer)
     native = native_model(model)
     if native is not None:
         ready_to_learn(native)
@@ -1008,7 +1020,7 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     return Hosted(
         layout.threads_each,
         sampler,
-        stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
+        stop_token_ids=_with_configured_stops(stop_token_ids(model, tokenizer), config),
         bench=_adapter_host(config, layout, adapted_model, tokenizer),
     )
 
@@ -1040,10 +1052,10 @@ def _adapter_host(
         return learner_weights, ServedAdapter(adapted_model, f"{name}-served", shape)
 
     def make_learner(learner_weights: Any, spec: NewModel) -> TorchLearner:
-        return _learner(config, layout, learner_weights, spec.run, spec.folder, spec.seed)
+        return _build_learner(config, layout, learner_weights, spec.run, spec.folder, spec.seed)
 
     def make_sampler(sampler_weights: Any) -> Sampler:
-        return _sampler(config, layout, sampler_weights, tokenizer)
+        return _build_sampler(config, layout, sampler_weights, tokenizer)
 
     return AdapterHost(adapted_model, make_weights, make_learner, make_sampler)
 
@@ -1092,14 +1104,14 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
-    adapted_model = _with_adapters(config, model, starting_config(config.model, config.lora))
+    adapted_model = _build_adapted_model(config, model, starting_config(config.model, config.lora))
     if folder is None:
         return TrainedAdapter(adapted_model, config.training.seed)
     warn_of_other_base(read_lora_config(folder), config.model, folder)
     return TrainedAdapter(adapted_model, config.training.seed, read_adapter(folder))
 
 
-def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
+def _build_adapted_model(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
     """The model, prepared for adapters; `shape` is peft's config of adapters without their own."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.model import UnslothModel
@@ -1117,7 +1129,9 @@ def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedMode
     from groupwise.engine.models.load import load_model
 
     beta = getattr(config.algorithm, "beta", 0.0)
-    reference = load_model(config.model, layout.dtype, _whole_on(layout)) if beta > 0 else None
+    reference = (
+        load_model(config.model, layout.dtype, _full_model_device(layout)) if beta > 0 else None
+    )
     return TrainedModel(model, reference)
 
 
@@ -1131,5 +1145,5 @@ def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:
         )
 
 
-def _with_configured(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
+def _with_configured_stops(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
     return tuple(sorted({*stops, *config.sampler.stop_token_ids}))

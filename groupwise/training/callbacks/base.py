@@ -429,12 +429,12 @@ class Callbacks:
         for member in self._members:
             if overrides(member.callback, event):
                 error = await self._wait_for(
-                    self._call(member, event, make_arguments), member, event
+                    self._call_callback(member, event, make_arguments), member, event
                 )
                 if error is not None:
                     self._report_failure(member, event, error)
 
-    async def _call(
+    async def _call_callback(
         self, member: _Member, event: str, make_arguments: Callable[[], tuple[Any, ...]]
     ) -> BaseException | None:
         """Call one callback; returns the exception that it raised, or None."""

@@ -62,14 +62,14 @@ NICENESS = 10
 
 
 @dataclass(slots=True)
-class _Started:
+class _EvaluationProcess:
     """A running evaluation process."""
 
     step: int
     family: Family
     """The process with all its descendants."""
     output: Path
-    began: float
+    started_at: float
 
 
 class BenchmarkOnCheckpoint(Callback):
@@ -123,7 +123,7 @@ class BenchmarkOnCheckpoint(Callback):
             )
         if max_processes < 1 or time_limit <= 0:
             raise ValueError("max_processes must be at least 1, and time_limit above 0 seconds.")
-        self.label = _checked_label(label)
+        self.label = _validate_label(label)
         self.config = config
         self.max_processes = max_processes
         self.time_limit = time_limit
@@ -141,11 +141,11 @@ class BenchmarkOnCheckpoint(Callback):
         }
         sampling_options = {key: value for key, value in options.items() if value is not None}
         if suites:
-            suite_names = _checked_suites(
+            suite_names = _resolve_suites(
                 suites, serve, {"model": model or "policy", **sampling_options}
             )
             limits = {"endpoint_model": model, "time_limit": time_limit}
-            self.command = _evaluation_by_suites(suite_names, {**limits, **sampling_options})
+            self.command = _suites_command(suite_names, {**limits, **sampling_options})
             self._verbatim = ("--serve", shlex.join(serve))
             if program:
                 self._verbatim += ("--program", shlex.join(program))
@@ -157,10 +157,10 @@ class BenchmarkOnCheckpoint(Callback):
                 "in the config."
             )
         else:
-            self.command = command or _evaluation(config or "", task_module, overrides)
+            self.command = command or _eval_command(config or "", task_module, overrides)
         self._waiting: list[int] = []
         """Steps of the checkpoints that are ready to be evaluated, in order."""
-        self._started: list[_Started] = []
+        self._processes: list[_EvaluationProcess] = []
 
     def claim(self) -> str:
         """Refuse a second callback with this label, because their results would be mixed up."""
@@ -180,12 +180,12 @@ class BenchmarkOnCheckpoint(Callback):
 
     def on_run_begin(self, run: RunHandle) -> None:
         """Record finished results that the run's record lacks, and queue the checkpoints that an earlier process left."""
-        for folder in sorted(self._folder(run).glob("step-*"), key=_step_of):
+        for folder in sorted(self._evaluations_folder(run).glob("step-*"), key=_step_of):
             step = _step_of(folder)
             if step > run.step or not (folder / FILES).is_dir():
                 shutil.rmtree(folder)
-            elif (result := self._result(run, step, _weights_in(folder))) is not None:
-                self._record(run, step, result)
+            elif (result := self._find_result(run, step, _stored_weights_hash(folder))) is not None:
+                self._record_result(run, step, result)
                 shutil.rmtree(folder)
             else:
                 self._waiting.append(step)
@@ -201,14 +201,14 @@ class BenchmarkOnCheckpoint(Callback):
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """Queue the checkpoint, unless these weights have a result already; then record that."""
-        result = self._result(run, run.step, _weights_of(checkpoint))
+        result = self._find_result(run, run.step, _weights_hash(checkpoint))
         if result is not None:
-            self._record(run, run.step, result)
-        elif run.step not in self._waiting and run.step not in [s.step for s in self._started]:
+            self._record_result(run, run.step, result)
+        elif run.step not in self._waiting and run.step not in [s.step for s in self._processes]:
             card = model_card(run.folder, checkpoint, run.step)
-            folder = self._place(run, run.step)
+            folder = self._evaluation_folder(run, run.step)
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(folder / WEIGHTS, _weights_of(checkpoint))
+            atomic_files.write_json(folder / WEIGHTS, _weights_hash(checkpoint))
             keep_artefact(folder / FILES, checkpoint, card, run.tokenizer)
             self._waiting.append(run.step)
         self._poll(run)
@@ -216,18 +216,18 @@ class BenchmarkOnCheckpoint(Callback):
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """A finished run waits for its evaluations until Ctrl-C. Any other end of a run kills them; a resume starts them again."""
         if end.state == "finished":
-            self._wait(run)
-        if self._waiting or self._started:
+            self._wait_for_evaluations(run)
+        if self._waiting or self._processes:
             pending_work = f"{self.label} of {self._unfinished_steps()}"
             run.say(f"{pending_work} is done when the run goes on")
             if end.state == "finished":
                 run.leave(pending_work)
-        for process in self._started:
+        for process in self._processes:
             process.family.end()
 
-    def _wait(self, run: RunHandle) -> None:
+    def _wait_for_evaluations(self, run: RunHandle) -> None:
         last_notice: float | None = None
-        while (self._waiting or self._started) and not run.interrupted:
+        while (self._waiting or self._processes) and not run.interrupted:
             if last_notice is None or time.monotonic() - last_notice >= REMINDER:
                 still = "" if last_notice is None else "still "
                 run.say(
@@ -238,28 +238,28 @@ class BenchmarkOnCheckpoint(Callback):
             time.sleep(POLL_INTERVAL)
 
     def _unfinished_steps(self) -> str:
-        steps = sorted([*(process.step for process in self._started), *self._waiting])
+        steps = sorted([*(process.step for process in self._processes), *self._waiting])
         return ", ".join(f"step-{step}" for step in steps)
 
     # Processes
 
     def _poll(self, run: RunHandle) -> None:
         """Record the processes that have ended, kill those over the time limit, and start new ones up to `max_processes`."""
-        for process in list(self._started):
+        for process in list(self._processes):
             if process.family.has_ended:
-                self._started.remove(process)
-                self._finish(run, process)
-            elif time.monotonic() - process.began > self.time_limit:
-                self._started.remove(process)
+                self._processes.remove(process)
+                self._finish_evaluation(run, process)
+            elif time.monotonic() - process.started_at > self.time_limit:
+                self._processes.remove(process)
                 process.family.end()
                 self._report_failure(
                     run, process.step, f"it took longer than {self.time_limit:g} seconds"
                 )
-        while self._waiting and len(self._started) < self.max_processes:
-            self._start(run, self._waiting.pop(0))
+        while self._waiting and len(self._processes) < self.max_processes:
+            self._start_evaluation(run, self._waiting.pop(0))
 
-    def _start(self, run: RunHandle, step: int) -> None:
-        folder = self._place(run, step)
+    def _start_evaluation(self, run: RunHandle, step: int) -> None:
+        folder = self._evaluation_folder(run, step)
         output = folder / f"result-{uuid4().hex}.json"
         placeholders = {
             "{policy}": str(folder / FILES),
@@ -274,9 +274,9 @@ class BenchmarkOnCheckpoint(Callback):
         log, cwd = folder / LOG, Path.cwd()
         family = Family(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
-        self._started.append(_Started(step, family, output, time.monotonic()))
+        self._processes.append(_EvaluationProcess(step, family, output, time.monotonic()))
 
-    def _finish(self, run: RunHandle, process: _Started) -> None:
+    def _finish_evaluation(self, run: RunHandle, process: _EvaluationProcess) -> None:
         code = process.family.end()
         if code != 0 and not (self._program is not None and process.output.exists()):
             self._report_failure(run, process.step, how_it_ended(code))
@@ -286,10 +286,10 @@ class BenchmarkOnCheckpoint(Callback):
         except ValueError as error:
             self._report_failure(run, process.step, str(error))
             return
-        folder = self._place(run, process.step)
-        result = {**content, "step": process.step, "weights": _weights_in(folder)}
+        folder = self._evaluation_folder(run, process.step)
+        result = {**content, "step": process.step, "weights": _stored_weights_hash(folder)}
         add_result(run.folder, f"{self.label}-step-{process.step}", result)
-        self._record(run, process.step, result)
+        self._record_result(run, process.step, result)
         if self._program is not None and "failed" in content:  # some suites of several
             self._report_failure(
                 run, process.step, "; ".join(map(": ".join, content["failed"].items()))
@@ -298,7 +298,7 @@ class BenchmarkOnCheckpoint(Callback):
             shutil.rmtree(folder)
 
     def _report_failure(self, run: RunHandle, step: int, reason: str) -> None:
-        folder = self._place(run, step)
+        folder = self._evaluation_folder(run, step)
         logger.warning(
             "%s of step-%d failed: %s. The run goes on; what it said is in %s",
             self.label,
@@ -310,13 +310,13 @@ class BenchmarkOnCheckpoint(Callback):
 
     # Results
 
-    def _record(self, run: RunHandle, step: int, result: Mapping[str, Any]) -> None:
-        policy, metrics = f"{run.name}@{step}", _metrics(result)
+    def _record_result(self, run: RunHandle, step: int, result: Mapping[str, Any]) -> None:
+        policy, metrics = f"{run.name}@{step}", _finite_metrics(result)
         run.record_evaluation(EvaluationRecord(step, self.label, policy, metrics))
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
         run.say(f"{self.label} of step-{step}: {numbers}")
 
-    def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
+    def _find_result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
         """The stored result for these weights at this step, or None."""
         pattern = re.compile(
             rf"{re.escape(self.label)}-step-{step}(-\d+)?"
@@ -328,14 +328,14 @@ class BenchmarkOnCheckpoint(Callback):
                     return content
         return None
 
-    def _folder(self, run: RunHandle) -> Path:
+    def _evaluations_folder(self, run: RunHandle) -> Path:
         return run.folder / FOLDER / self.label
 
-    def _place(self, run: RunHandle, step: int) -> Path:
-        return self._folder(run) / f"step-{step}"
+    def _evaluation_folder(self, run: RunHandle, step: int) -> Path:
+        return self._evaluations_folder(run) / f"step-{step}"
 
 
-def _checked_label(label: str) -> str:
+def _validate_label(label: str) -> str:
     """Raise ValueError if a label cannot be a folder's name, or is one of the names of the run's own evaluations."""
     if not RUN_NAME.fullmatch(label):
         raise ValueError(
@@ -348,7 +348,7 @@ def _checked_label(label: str) -> str:
     return label
 
 
-def _checked_suites(
+def _resolve_suites(
     suites: tuple[str, ...], serve: tuple[str, ...], sampling_options: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The full names of the suites. Raises ValueError if a suite cannot be run with these options."""
@@ -375,7 +375,7 @@ def _usage_as_value_error() -> Generator[None]:
         raise ValueError(str(error)) from error
 
 
-def _evaluation_by_suites(
+def _suites_command(
     suites: tuple[str, ...], option_values: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The command that runs suites. Options that are None are omitted, so `groupwise eval` uses its defaults."""
@@ -392,7 +392,7 @@ def _evaluation_by_suites(
     )
 
 
-def _evaluation(
+def _eval_command(
     config: str, task_module: str | None, overrides: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The `groupwise eval` command for a config file."""
@@ -413,12 +413,12 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _weights_in(folder: Path) -> str:
+def _stored_weights_hash(folder: Path) -> str:
     """The hash of the weights that are kept in an evaluation's folder."""
     return json.loads((folder / WEIGHTS).read_bytes())
 
 
-def _weights_of(checkpoint: Path) -> str:
+def _weights_hash(checkpoint: Path) -> str:
     """The SHA-256 hashes of a checkpoint's safetensors files from its manifest, 16 hex digits each, joined by spaces."""
     files = checkpoints.read(checkpoint).files
     names = [file.name for file in weight_files(checkpoint) if file.suffix == ".safetensors"]
@@ -431,12 +431,12 @@ def _read_result(output: Path) -> dict[str, Any]:
         content = json.loads(output.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"it wrote no JSON to {{output}} ({error})") from error
-    if not isinstance(content, dict) or not _metrics(cast("dict[str, Any]", content)):
+    if not isinstance(content, dict) or not _finite_metrics(cast("dict[str, Any]", content)):
         raise ValueError("the JSON that it wrote has no numbers, and no object `metrics` with any")
     return cast("dict[str, Any]", content)
 
 
-def _metrics(content: Mapping[str, Any]) -> dict[str, float]:
+def _finite_metrics(content: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers in the object `metrics` or, without that object, at the top level."""
     metrics = content.get("metrics", content)
     values = cast("dict[str, Any]", metrics) if isinstance(metrics, dict) else {}

@@ -57,7 +57,7 @@ class EarlyStop(Callback):
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Observe the step's metrics, if steps are observed."""
         if self.observe == "steps":
-            self._look(run, metrics)
+            self._update_best(run, metrics)
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
         """Observe the evaluation's metrics, if evaluations are observed."""
@@ -66,7 +66,7 @@ class EarlyStop(Callback):
             if self._asked and evaluation.asked != self._asked:
                 self.best, self.best_step, self.not_better = None, 0, 0
             self._asked = evaluation.asked
-            self._look(run, dict(evaluation.metrics))
+            self._update_best(run, dict(evaluation.metrics))
 
     def state(self) -> dict[str, Any]:
         """The best value and its step, and the number of observations since."""
@@ -83,7 +83,7 @@ class EarlyStop(Callback):
         self.not_better = state["not_better"]
         self._asked = state.get("asked", "")
 
-    def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
+    def _update_best(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)
         if value is None:
             # A step may lack a metric (no group had a signal, so there is no loss); report that once, because the

@@ -80,7 +80,7 @@ def _truncate(file: Path, last_step: int, key: str = "step") -> int:
         return steps_written
     with file.open("rb") as lines:
         for line in lines:
-            steps = _steps(line, key)
+            steps = _row_steps(line, key)
             if steps is None or not steps_written <= steps <= last_step:
                 break
             steps_written, size = steps, size + len(line)
@@ -89,7 +89,7 @@ def _truncate(file: Path, last_step: int, key: str = "step") -> int:
     return steps_written
 
 
-def _steps(line: bytes, key: str) -> int | None:
+def _row_steps(line: bytes, key: str) -> int | None:
     """The number of steps of a line; None if the line is not complete."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None

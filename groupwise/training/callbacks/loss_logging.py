@@ -51,7 +51,7 @@ class LossLogging(Callback):
             for step in range(run.step)
         ]
         atomic_files.write_file(
-            run.folder / self.file, _table([["step", *self.metrics], *rows]).encode()
+            run.folder / self.file, _csv_text([["step", *self.metrics], *rows]).encode()
         )
         self._doubted = tuple(name for name in self._doubted if name not in curves)
 
@@ -59,7 +59,7 @@ class LossLogging(Callback):
         """Append the step's row."""
         row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
         with (run.folder / self.file).open("a", encoding="utf-8", newline="") as file:
-            file.write(_table([row]))
+            file.write(_csv_text([row]))
         # Warn once about missing metrics: a step may lack one (no group had signal, so there is no loss), but the name may also be wrong.
         unverified, self._doubted = self._doubted, ()
         for unknown_name in unverified:
@@ -76,7 +76,7 @@ class LossLogging(Callback):
             logger.info("step %d/%d: %s", run.step, run.max_steps, ", ".join(values))
 
 
-def _table(rows: Sequence[Sequence[object]]) -> str:
+def _csv_text(rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

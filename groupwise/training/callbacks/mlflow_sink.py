@@ -85,7 +85,7 @@ class MlflowSink:
                 elif run_id := os.environ.get("MLFLOW_RUN_ID"):
                     _client().get_run(run_id)
                 else:
-                    _experiment(_client(), config)
+                    _find_experiment(_client(), config)
         except MlflowError as error:
             raise ValueError(
                 f"mlflow cannot write to {_without_password(uri)}: {error}. Start that server (mlflow server), or set "
@@ -107,14 +107,14 @@ class MlflowSink:
             # MLflow cannot change a param, so keys that a resume changed are updated in config.json only.
             config = run.config.to_dict()
             param = import_module("mlflow.entities").Param
-            values = {_name(key): _shorten(value) for key, value in _flat(config)}
+            values = {_metric_name(key): _shorten(value) for key, value in _flatten_config(config)}
             params = [
                 param(key, value)
                 for key, value in values.items()
                 if key not in mlflow_run.data.params
             ]
             self._client.log_batch(self._run_id, params=params)
-            self._keep("config.json", json.dumps(config, indent=2, ensure_ascii=False))
+            self._log_file("config.json", json.dumps(config, indent=2, ensure_ascii=False))
         logger.info("mlflow has it as the run %s", self._run_id)
         return steps_written
 
@@ -123,7 +123,7 @@ class MlflowSink:
         with _client_settings(PATIENTLY):
             point = import_module("mlflow.entities").Metric
             timestamp_ms = round(1000 * line.finished_at)
-            metrics = [(_name(name), value) for name, value in line.values.items()]
+            metrics = [(_metric_name(name), value) for name, value in line.values.items()]
             points = [
                 point(name, value, timestamp_ms, line.steps)
                 for name, value in metrics
@@ -132,14 +132,14 @@ class MlflowSink:
             points += [
                 point(name, value, timestamp_ms, finding.steps)
                 for finding in line.findings
-                for name, value in self._missing(finding)
+                for name, value in self._missing_metrics(finding)
             ]
             self._client.log_batch(self._run_id, metrics=points)
             if line.table:
                 columns, rows = line.cells()
                 text = io.StringIO()
                 csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-                self._keep(f"{TABLE}/step-{line.steps:08d}.csv", text.getvalue())
+                self._log_file(f"{TABLE}/step-{line.steps:08d}.csv", text.getvalue())
             self._client.set_tag(self._run_id, self._tag, str(line.steps))
 
     def end(self, state: State) -> None:
@@ -148,9 +148,9 @@ class MlflowSink:
             with _client_settings(PATIENTLY):
                 self._client.set_terminated(self._run_id, STATUS[state])
 
-    def _missing(self, finding: Finding) -> Iterator[tuple[str, float]]:
+    def _missing_metrics(self, finding: Finding) -> Iterator[tuple[str, float]]:
         """The metrics of a finding that MLflow lacks. Findings may come out of order, so a metric's last step does not suffice."""
-        for name, value in ((_name(name), value) for name, value in finding.values.items()):
+        for name, value in ((_metric_name(name), value) for name, value in finding.values.items()):
             is_known = name in self._reached
             history = self._client.get_metric_history(self._run_id, name) if is_known else ()
             if finding.steps not in [point.step for point in history]:
@@ -161,7 +161,7 @@ class MlflowSink:
         if run_id := os.environ.get("MLFLOW_RUN_ID"):
             self._ours = False
             return self._client.get_run(run_id)
-        experiment = _experiment(self._client, run.config) or self._client.create_experiment(
+        experiment = _find_experiment(self._client, run.config) or self._client.create_experiment(
             _experiment_name(run.config)
         )
         matches = self._client.search_runs(
@@ -177,7 +177,7 @@ class MlflowSink:
             run_name=run.name,
         )
 
-    def _keep(self, file: str, text: str) -> None:
+    def _log_file(self, file: str, text: str) -> None:
         """Store a file. MLflow's file store is separate from its metrics and may be unavailable; metrics are sent without it."""
         if not self._takes_files:
             return
@@ -185,7 +185,9 @@ class MlflowSink:
             self._client.log_text(self._run_id, text.encode("utf-8", "replace").decode(), file)
         except Exception as error:  # noqa: BLE001 — each kind of store raises errors of its own package
             self._takes_files = False
-            logger.warning("mlflow takes no files: %s. Only metrics are sent", _message(error))
+            logger.warning(
+                "mlflow takes no files: %s. Only metrics are sent", _short_message(error)
+            )
 
 
 @contextmanager
@@ -198,13 +200,13 @@ def _client_settings(limits: Mapping[str, str]) -> Generator[None, None, None]:
     except Refusal:
         raise
     except Exception as error:  # noqa: BLE001 — the client's own errors, and those of databases and of HTTP
-        raise MlflowError(_message(error)) from None
+        raise MlflowError(_short_message(error)) from None
     finally:
         for key in settings:
             os.environ.pop(key, None)
 
 
-def _message(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     """The first line of the error's message, shortened and without passwords; without a message, the error's type."""
     message = _without_password(str(error).strip().partition("\n")[0]).removesuffix(".")
     return (
@@ -250,7 +252,7 @@ def _experiment_name(config: View) -> str:
     )
 
 
-def _experiment(client: Any, config: View) -> str | None:
+def _find_experiment(client: Any, config: View) -> str | None:
     """The id of the experiment; None if it has to be created."""
     name = config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME")
     if not name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID")):
@@ -265,18 +267,18 @@ def _experiment(client: Any, config: View) -> str | None:
     return None if experiment is None else experiment.experiment_id
 
 
-def _name(name: str) -> str:
+def _metric_name(name: str) -> str:
     """A metric's name in the characters that MLflow accepts on all systems. `pass@4` becomes `pass_at_4`."""
     safe_name = re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_"))
     parts = [part.strip(" ") for part in safe_name.split("/") if part.strip(" .")]
     return "/".join(parts).lstrip(".")[:250].rstrip("/") or "_"
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The config as pairs of dotted key and value."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+            yield from _flatten_config(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

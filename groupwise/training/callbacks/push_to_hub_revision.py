@@ -73,7 +73,7 @@ class PushToHubRevision(Callback):
         self._lock = threading.Lock()
         self._uploading: int | None = None
         """Step of the entry that the thread is uploading, which must not be dropped; set under the lock."""
-        self._given_up: list[int] = []
+        self._dropped_steps: list[int] = []
         """Steps of the checkpoints that were dropped from the full queue."""
 
     def claim(self) -> str:
@@ -102,7 +102,7 @@ class PushToHubRevision(Callback):
         queue.drop_after(run.step)
         self._thread = DaemonThreads([_Uploader()], "hub")
         if queue.waiting():
-            self._upload(queue)
+            self._request_round(queue)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """Queue the checkpoint for upload."""
@@ -118,7 +118,7 @@ class PushToHubRevision(Callback):
             candidates = [entry for entry in waiting if entry.step != self._uploading]
             for entry in candidates[: max(0, len(waiting) + 1 - self.max_waiting)]:
                 entry.drop()
-                self._given_up.append(entry.step)
+                self._dropped_steps.append(entry.step)
                 self._warn_once(
                     "given up",
                     f"{entry.target} is given up, because {self.max_waiting} later checkpoints wait for the hub (max_waiting). As long "
@@ -126,7 +126,7 @@ class PushToHubRevision(Callback):
                     "-o FOLDER` writes it (merged, where there is no adapter), and `hf upload` brings it there",
                 )
         queue.add(run.step, target, checkpoint, card, run.tokenizer)
-        self._upload(queue)
+        self._request_round(queue)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """Wait for a finished run's uploads. The uploads of any other run are left to a resume."""
@@ -134,14 +134,14 @@ class PushToHubRevision(Callback):
             return
         queue = self._queue(run)
         if end.state == "finished" and queue.waiting():
-            self._upload(queue)
-            self._wait(run)
+            self._request_round(queue)
+            self._wait_for_round(run)
         self._thread.close()
-        if self._given_up:
+        if self._dropped_steps:
             logger.warning(
                 "given up, because more than %d checkpoints waited for the hub: those after %s steps",
                 self.max_waiting,
-                ", ".join(map(str, self._given_up)),
+                ", ".join(map(str, self._dropped_steps)),
             )
         if remaining := queue.waiting():
             logger.warning(
@@ -160,11 +160,11 @@ class PushToHubRevision(Callback):
     def _queue(self, run: RunHandle) -> Queue:
         return hub_queue.queue(run.folder, f"{self.repo_id}@{self.revision}")
 
-    def _upload(self, queue: Queue) -> None:
+    def _request_round(self, queue: Queue) -> None:
         assert self._thread is not None
         self._round = self._thread.submit(lambda: self._upload_all(queue))
 
-    def _wait(self, run: RunHandle) -> None:
+    def _wait_for_round(self, run: RunHandle) -> None:
         """Wait for the last round until `max_wait` seconds are over or Ctrl-C is pressed."""
         assert self._round is not None
         run.say("waiting for the hub; Ctrl-C leaves what is not uploaded to `groupwise runs push`")

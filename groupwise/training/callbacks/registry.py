@@ -79,13 +79,13 @@ def configured_callbacks(
     return tuple(callbacks)
 
 
-def given_callbacks(entries: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
+def hook_callbacks(entries: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
     """Build the callbacks (instances or classes) that a task's hook returned. Raises TaskError with a message that starts with `where`."""
     callbacks: list[Named] = []
     for entry in entries:
-        kind = _kind(entry)
+        kind = _class_of(entry)
         label = f"{where}: {kind.__name__}"
-        _check_kind(kind, label)
+        _check_class(kind, label)
         callback = instance(entry, {}, label) if inspect.isclass(entry) else entry
         callbacks.append((kind.__name__, _check_callback(callback, config, label)))
     return tuple(callbacks)
@@ -97,7 +97,7 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     if name in BUILTIN:
         return name, _check_callback(instance(BUILTIN[name], parameters, name), config, name)
     target = _load_callback(name)
-    _check_kind(_kind(target), name)
+    _check_class(_class_of(target), name)
     if inspect.isclass(target):
         if any(parameter.name == "name" for parameter in taken_by(target)):
             raise TaskError(
@@ -112,7 +112,7 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     else:
         callback = target
     is_registered = ":" not in name
-    return name if is_registered else _kind(target).__name__, _check_callback(
+    return name if is_registered else _class_of(target).__name__, _check_callback(
         callback, config, name
     )
 
@@ -144,23 +144,25 @@ def _load_callback(name: str) -> object:
     class_names = [
         attribute
         for attribute, value in vars(plugin.object).items()
-        if inspect.isclass(value) and value.__module__ == plugin.module.__name__ and _is_kind(value)
+        if inspect.isclass(value)
+        and value.__module__ == plugin.module.__name__
+        and _is_callback_class(value)
     ]
     raise TaskError(
         f"{name} is a module. Name the class in it, {name}:Class; callbacks there are: {', '.join(class_names) or 'none'}."
     )
 
 
-def _kind(callback: object) -> type:
+def _class_of(callback: object) -> type:
     return callback if inspect.isclass(callback) else type(callback)
 
 
-def _is_kind(kind: type[Any]) -> bool:
+def _is_callback_class(kind: type[Any]) -> bool:
     return issubclass(kind, Callback) or is_trainer_callback(kind)
 
 
-def _check_kind(kind: type, label: str) -> None:
-    if not _is_kind(kind):
+def _check_class(kind: type, label: str) -> None:
+    if not _is_callback_class(kind):
         raise TaskError(
             f"{label} is {kind.__name__}, which is no callback. Derive its class from {KINDS}."
         )
@@ -211,7 +213,7 @@ def callbacks_of_task(
     """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `config_callbacks` are the callbacks of the config."""
     with redirect_stdout(sys.stderr):  # as above
         entries = task.rl_callbacks(config, tokenizer, output_dir)
-        callbacks = given_callbacks(entries, config, f"{task.described}: get_rl_callbacks")
+        callbacks = hook_callbacks(entries, config, f"{task.described}: get_rl_callbacks")
     for end in range(len(callbacks)):
         _refuse_equal_claims([*config_callbacks, *callbacks[: end + 1]])
     return callbacks

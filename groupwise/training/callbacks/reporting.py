@@ -107,12 +107,12 @@ class Reporting(Callback):
             return
         first_step = min(self._held.values()) + 1
         for line in self._recorded_metrics(run, first_step):
-            self._send(run, line)
+            self._send_row(run, line)
         self._next = next(iter(self._recorded_metrics(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
         """Send the previous step's row: all its results are known now."""
-        self._send(run, self._next)
+        self._send_row(run, self._next)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Prepare the row of the step."""
@@ -122,21 +122,21 @@ class Reporting(Callback):
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
         """Add the evaluation's metrics to the row of the last step."""
         if self._next is not None:
-            values = {**self._next.values, **_of_evaluation(evaluation)}
+            values = {**self._next.values, **_evaluation_metrics(evaluation)}
             self._next = replace(self._next, values=values)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """Send the last row of a finished run. Any other run keeps it, because a resume may still add to it."""
         if end.state == "finished":
-            self._send(run, self._next)
+            self._send_row(run, self._next)
         for name, sink in list(self._sinks.items()):
             self._call_or_drop(name, lambda sink=sink: sink.end(end.state))
 
-    def _send(self, run: RunHandle, line: MetricsRow | None) -> None:
+    def _send_row(self, run: RunHandle, line: MetricsRow | None) -> None:
         lagging_sinks = [name for name in self._sinks if line and self._held[name] < line.steps]
         if line is None or not lagging_sinks:
             return
-        with _record(run) as store:
+        with _open_record(run) as store:
             evaluations = store.evaluations(rows=False)
         findings = {
             f"{record.name}@{record.step}": Finding(
@@ -184,14 +184,14 @@ class Reporting(Callback):
     ) -> Iterator[MetricsRow]:
         """The rows of the record from `first` to `last`; by default to the one before the last step's, which may still be added to."""
         last_step = run.step - 1 if last_step is None else last_step
-        with _record(run) as store:
+        with _open_record(run) as store:
             values: dict[int, dict[str, float]] = {}
             for name, curve in store.metrics(since=max(first_step - 1, 0)).items():
                 for step, value in curve:
                     values.setdefault(step + 1, {})[name] = value
             for record in store.evaluations(rows=False):
                 if OF_TRAINING.fullmatch(record.name):
-                    values.setdefault(record.step, {}).update(_of_evaluation(record))
+                    values.setdefault(record.step, {}).update(_evaluation_metrics(record))
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
         started_at = _began_at(run)
         for steps in range(max(first_step, 0), last_step + 1):
@@ -211,11 +211,11 @@ class Reporting(Callback):
             or not line.steps
         ):
             return line
-        with _record(run) as store:
+        with _open_record(run) as store:
             rollouts = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
         if section["log_unique_prompts"]:
             rollouts = list({view.prompt: view for view in reversed(rollouts)}.values())[::-1]
-        return replace(line, table=[_row(view) for view in rollouts[:rows_to_show]])
+        return replace(line, table=[_table_row(view) for view in rollouts[:rows_to_show]])
 
 
 class ParquetRecord(Callback):
@@ -245,12 +245,12 @@ class ParquetRecord(Callback):
             )
 
 
-def _record(run: RunHandle) -> Store:
+def _open_record(run: RunHandle) -> Store:
     return Store.open(run.folder / RECORD, readonly=True)
 
 
 def _began_at(run: RunHandle) -> float:
-    with _record(run) as store:
+    with _open_record(run) as store:
         return store.get_meta().get("created_at") or time.time()
 
 
@@ -263,12 +263,12 @@ def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[
     }
 
 
-def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
+def _evaluation_metrics(record: EvaluationRecord) -> Mapping[str, float]:
     """The metrics of an evaluation under names such as `eval/…`."""
     return {f"{EVAL}/{name}": value for name, value in metrics_of(record).items()}
 
 
-def _row(view: RolloutView) -> dict[str, Any]:
+def _table_row(view: RolloutView) -> dict[str, Any]:
     """A rollout as a row of the table; all rows have the same columns."""
     return {
         "step": view.step,

@@ -94,7 +94,7 @@ class MetricsRow:
         These are the rollouts, and all findings of each name that has several (`row` contains only one of them).
         """
         tables = {TABLE: self.cells()} if self.table else {}
-        for name, group in groupby(sorted(self.findings, key=_name), _name):
+        for name, group in groupby(sorted(self.findings, key=_finding_name), _finding_name):
             findings = list(group)
             if findings[1:]:
                 metrics = list(
@@ -139,5 +139,5 @@ class Sink(Protocol):
         ...
 
 
-def _name(finding: Finding) -> str:
+def _finding_name(finding: Finding) -> str:
     return finding.name

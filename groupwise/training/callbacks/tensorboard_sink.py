@@ -58,12 +58,12 @@ class TensorBoardSink:
 
     def line(self, line: MetricsRow) -> None:
         """Write one event with all values, and one for each finding, at the finding's own steps."""
-        self._add(line.finished_at, line.steps, line.values)
+        self._add_event(line.finished_at, line.steps, line.values)
         for finding in line.findings:
-            self._add(line.finished_at, finding.steps, finding.values)
+            self._add_event(line.finished_at, finding.steps, finding.values)
         self._writer.flush()
 
-    def _add(self, wall_time: float, steps: int, values: Mapping[str, float]) -> None:
+    def _add_event(self, wall_time: float, steps: int, values: Mapping[str, float]) -> None:
         event = self._event(wall_time=wall_time, step=steps)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)

@@ -45,10 +45,10 @@ OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 def is_trainer_callback(kind: type) -> bool:
     """True if a class is a callback for the Trainer of transformers."""
-    return _base(kind) is not None
+    return _trainer_callback_base(kind) is not None
 
 
-def _base(kind: type) -> type | None:
+def _trainer_callback_base(kind: type) -> type | None:
     return next((base for base in kind.__mro__ if base.__name__ == BASE), None)
 
 
@@ -127,14 +127,14 @@ class TrainerCallbackAdapter(Callback):
     def never_called(self) -> list[str]:
         """Methods of the callback whose events never happen here."""
         kind = cast("type[Any]", type(self.wrapped))
-        base = _base(kind)
+        base = _trainer_callback_base(kind)
         events = [name for name in dir(base) if name.startswith("on_") and name not in HAPPEN]
         return [name for name in events if getattr(kind, name) is not getattr(base, name)]
 
     def on_run_begin(self, run: RunHandle) -> None:
         """`on_init_end` and `on_train_begin`."""
-        self._args = TrainerArgs(_args(run))
-        self._state = _state(run)
+        self._args = TrainerArgs(_trainer_args(run))
+        self._state = _trainer_state(run)
         for name, value in self._best.items():
             setattr(self._state, name, value)
         if self.never_called:
@@ -142,18 +142,18 @@ class TrainerCallbackAdapter(Callback):
                 f"callback {type(self.wrapped).__name__}: {', '.join(self.never_called)} will not be called, because there is no "
                 "such event here"
             )
-        self._call(run, "on_init_end")
-        self._call(run, "on_train_begin")
+        self._forward_event(run, "on_init_end")
+        self._forward_event(run, "on_train_begin")
 
     def on_step_begin(self, run: RunHandle) -> None:
         """The event of the same name."""
-        self._call(run, "on_step_begin")
+        self._forward_event(run, "on_step_begin")
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """The event of the same name, then `on_log` if it is due or was requested."""
         self._state.global_step, self._state.epoch = run.step, run.epoch
         self._state.num_input_tokens_seen = int(metrics.get("num_tokens", 0))
-        self._call(run, "on_step_end")
+        self._forward_event(run, "on_step_end")
         if self._control.should_log or run.step % self._state.logging_steps == 0:
             self._log(run, metrics)
 
@@ -170,7 +170,7 @@ class TrainerCallbackAdapter(Callback):
                 setattr(self._state, name, None)
         self._asked = evaluation.asked
         self._log(run, metrics)
-        self._call(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
+        self._forward_event(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
         self._note_best(run, metrics)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
@@ -178,11 +178,11 @@ class TrainerCallbackAdapter(Callback):
         self._saved = (run.step, str(checkpoint))
         if self._state.best_global_step == run.step:
             self._state.best_model_checkpoint = str(checkpoint)
-        self._call(run, "on_save")
+        self._forward_event(run, "on_save")
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """`on_train_end`, for every outcome of the run."""
-        self._call(run, "on_train_end")
+        self._forward_event(run, "on_train_end")
 
     def state(self) -> dict[str, Any]:
         """The best evaluation so far and, of a stateful callback, the attributes that it exports."""
@@ -198,7 +198,7 @@ class TrainerCallbackAdapter(Callback):
         for name, value in state.get("attributes", {}).items():
             setattr(self.wrapped, name, value)
 
-    def _call(self, run: RunHandle, event: str, **arguments: Any) -> None:
+    def _forward_event(self, run: RunHandle, event: str, **arguments: Any) -> None:
         """Call a method with the arguments of a Trainer, and pass on the requests in its `control`."""
         absent = dict.fromkeys(NOT_HERE)
         tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
@@ -227,7 +227,7 @@ class TrainerCallbackAdapter(Callback):
         self._control.should_log = False
         logs = {**metrics, "epoch": run.epoch}
         self._state.log_history.append({**logs, "step": run.step})
-        self._call(run, "on_log", logs=dict(logs))
+        self._forward_event(run, "on_log", logs=dict(logs))
 
     def _note_best(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
         name = str(self._args.metric_for_best_model)
@@ -242,7 +242,7 @@ class TrainerCallbackAdapter(Callback):
             self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
 
 
-def _args(run: RunHandle) -> dict[str, Any]:
+def _trainer_args(run: RunHandle) -> dict[str, Any]:
     """The keys of the config's sections in one flat dict, with the further names that a Trainer's arguments have."""
     keys: dict[str, Any] = {}
     for section in ("data", "sampler", "algorithm", "eval", "training", "run"):
@@ -281,7 +281,7 @@ def _args(run: RunHandle) -> dict[str, Any]:
     }
 
 
-def _state(run: RunHandle) -> TrainerState:
+def _trainer_state(run: RunHandle) -> TrainerState:
     """The state of the run, with its log history from the record."""
     settings = run.config.run
     epochs = _section(run.config, "training").get("num_train_epochs")

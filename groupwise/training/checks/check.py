@@ -117,8 +117,8 @@ def check(
     examples on which rewards are tried. Without a config, that of the model `tiny` is used. Raises `UsageError` if something is unusable.
     """
     findings = Findings(on_finding)
-    subject = _subject(task, config, overrides, findings)
-    room = _room(subject)
+    subject = _load_subject(task, config, overrides, findings)
+    room = _prompt_room(subject)
     length_tokenizer = subject.tokenizer if subject.own_model else None
     key_of = same_row if subject.task.has("get_environment") else same_prompt
     for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
@@ -130,13 +130,15 @@ def check(
     if subject.train and subject.held_out:
         findings.add(check_overlap(subject.train, subject.held_out, key_of))
     findings.extend(
-        check_teacher(subject.task, view(subject.config), subject.tokenizer, _draws(subject.config))
+        check_teacher(
+            subject.task, view(subject.config), subject.tokenizer, _draw_limit(subject.config)
+        )
     )
     details: dict[str, Any] = {
-        "prompts": _shown_prompts(subject),
+        "prompts": _render_prompts(subject),
         "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
     }
-    given_groups = _given_groups(subject, completions)
+    given_groups = _load_given_groups(subject, completions)
     if subject.examples:
         if subject.own_model:
             rendering = Finding(
@@ -161,7 +163,7 @@ def check(
     return Report(subject.task.described, tuple(findings.found), "check_failed", details)
 
 
-def _subject(
+def _load_subject(
     task: object,
     config: Path | str | Mapping[str, Any] | RunConfig | None,
     overrides: Sequence[str],
@@ -181,7 +183,7 @@ def _subject(
     settings = loaded.config
     config_view = view(settings)
     train = (
-        resolved_task.rl_examples(config_view, limit=_draws(settings))
+        resolved_task.rl_examples(config_view, limit=_draw_limit(settings))
         if resolved_task.has("get_rl_dataset")
         else []
     )
@@ -190,12 +192,12 @@ def _subject(
         if resolved_task.has("get_eval_dataset")
         else []
     )
-    tokenizer = _tokenizer(settings, required=config is not None)
+    tokenizer = _load_tokenizer(settings, required=config is not None)
     rubric = rollout_builder.task_rubric(settings, resolved_task, tokenizer)
     tools = rollout_builder.check_rollouts(settings, resolved_task, train or held_out)
     if rubric is not None:
         in_workers = rollout_builder.scores_in_workers(settings, resolved_task, rubric)
-        findings.extend(filter(None, [_machine(rubric)]))
+        findings.extend(filter(None, [_judge_machine(rubric)]))
         for examples in (train, held_out):
             check_reward_columns(resolved_task, rubric, examples, in_workers=in_workers)
     return Subject(
@@ -203,7 +205,7 @@ def _subject(
     )
 
 
-def _machine(rubric: Rubric) -> Finding | None:
+def _judge_machine(rubric: Rubric) -> Finding | None:
     """Report the rewards' complaints about this machine. At most a warning, because training may run on another machine."""
     problems = "; ".join(rubric.check_machine(refuse=False))
     try:
@@ -213,13 +215,13 @@ def _machine(rubric: Rubric) -> Finding | None:
     return Finding("machine", "ok", problems) if problems else None
 
 
-def _draws(config: RunConfig) -> int | None:
+def _draw_limit(config: RunConfig) -> int | None:
     """The number of examples that training reads from a stream of unknown length; None if unlimited."""
     steps = config.training.max_steps
     return None if steps is None else steps * config.training.prompts_per_step
 
 
-def _tokenizer(config: RunConfig, *, required: bool) -> Any:
+def _load_tokenizer(config: RunConfig, *, required: bool) -> Any:
     """Load the tokenizer of the config's model. Without its libraries, return None, or raise UsageError if it is `required`."""
     if importlib.util.find_spec("transformers") is None:
         if required:
@@ -233,7 +235,7 @@ def _tokenizer(config: RunConfig, *, required: bool) -> Any:
     return load_tokenizer(config.model)
 
 
-def _room(subject: Subject) -> int | None:
+def _prompt_room(subject: Subject) -> int | None:
     """Number of tokens that the model leaves for a prompt; None if the model is not known or the config's limit is lower."""
     if not subject.own_model:
         return None
@@ -244,7 +246,7 @@ def _room(subject: Subject) -> int | None:
     return None if limit is not None and limit <= room else room
 
 
-def _shown_prompts(subject: Subject) -> list[str]:
+def _render_prompts(subject: Subject) -> list[str]:
     """Render the first prompts, with an environment's opening. If the environment fails (another check reports it), the rows' own."""
     tokenizer, examples = subject.tokenizer, subject.examples
     if tokenizer is not None and examples and subject.task.has("get_environment"):
@@ -256,7 +258,7 @@ def _shown_prompts(subject: Subject) -> list[str]:
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
 
 
-def _given_groups(subject: Subject, completions: str | None) -> list[GivenGroup]:
+def _load_given_groups(subject: Subject, completions: str | None) -> list[GivenGroup]:
     if completions is None:
         return []
     runs_dir = Path(subject.config.run.dir)
@@ -310,7 +312,7 @@ async def _try_rewards(
     try:
         await scorer.start()
         # The same number of examples of every label.
-        examples_by_label = _by_label(subject.rubric, subject.examples)
+        examples_by_label = _group_by_label(subject.rubric, subject.examples)
         rows_per_label = -(-rows // len(examples_by_label))
         examples = [
             example
@@ -366,7 +368,7 @@ async def _try_known(
     return verdicts
 
 
-def _by_label(
+def _group_by_label(
     rubric: Rubric | None, examples: Sequence[Example]
 ) -> dict[str | None, list[Example]]:
     """Group the examples by the label that decides their rewards; one group if all have the same rewards."""
@@ -382,7 +384,7 @@ async def _find_gold(
     trial: Trial, subject: Subject, examples: Sequence[Example], findings: Findings
 ) -> Gold | None:
     """Find the source of gold completions for each label, and report it."""
-    labels = _by_label(subject.rubric, examples)
+    labels = _group_by_label(subject.rubric, examples)
     gold_by_label = {
         label: await _find_gold_of(
             trial, subject, label_examples, f" of {label}" if label else "", findings
@@ -443,9 +445,9 @@ async def _score_again(
 ) -> list[Finding]:
     """Repeat the same calls, then score some completions one by one, to see if rewards are deterministic and independent."""
     if rubric.stateful:
-        return _not_again("a reward says that it keeps state, so calls may differ")
+        return _skip_repetition("a reward says that it keeps state, so calls may differ")
     if trial.given_up:
-        return _not_again(trial.given_up)
+        return _skip_repetition(trial.given_up)
     pairs = list(zip(examples, verdicts_by_example, strict=True))
     first_scores = [verdict.member for _, verdicts in pairs for verdict in verdicts]
     second_scores = [
@@ -473,7 +475,7 @@ async def _score_again(
     return [*findings, judge_alone([verdict.member for verdict in few_verdicts], single_scores)]
 
 
-def _not_again(why: str) -> list[Finding]:
+def _skip_repetition(why: str) -> list[Finding]:
     return [Finding(name, "skipped", why) for name in ("determinism", "independence")]
 
 

@@ -107,7 +107,7 @@ def check_dataset(
             {"too_long": too_long, "room": room},
         )
     oddities = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
-    yield from _hardly_meant(name, oddities)
+    yield from _odd_prompt_findings(name, oddities)
     yield from _repeated_prompts(name, examples, key_of)
     counts = Counter(column for example in examples for column in example.columns)
     partial_columns = sorted(column for column, count in counts.items() if count < len(examples))
@@ -169,7 +169,7 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
             + ("; the formatting function was not called" if has_formatter else ""),
             data={"rows": len(dataset), "columns": columns},
         )
-        yield from _hardly_meant(name, odd_prompts(tokenizer, examples))
+        yield from _odd_prompt_findings(name, odd_prompts(tokenizer, examples))
 
 
 def check_overlap(train: Sequence[Example], held_out: Sequence[Example], key_of: SameAs) -> Finding:
@@ -262,7 +262,7 @@ def rows(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
 
 
-def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
+def _odd_prompt_findings(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
     for warning in warnings:
         yield Finding(
             f"{name}: prompts",

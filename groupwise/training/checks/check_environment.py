@@ -121,7 +121,7 @@ def _broken_environment(reason: str) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PlayerView:
     """The information that a player answers from."""
 
     example: Example
@@ -131,26 +131,26 @@ class Seen:
     random: Random
 
 
-Player = Callable[[Seen], str]
+Player = Callable[[PlayerView], str]
 
 
-def _random_word(state: Seen) -> str:
+def _random_word(state: PlayerView) -> str:
     return state.random.choice(state.context.split() or [GARBAGE])
 
 
-def _random_number(state: Seen) -> str:
+def _random_number(state: PlayerView) -> str:
     return str(state.random.randint(0, NUMBERS))
 
 
-def _columns_in_turn(state: Seen) -> str:
+def _columns_in_turn(state: PlayerView) -> str:
     """Say one column of the row in each turn."""
-    texts = [text for value in state.example.columns.values() for text in _texts(value)]
+    texts = [text for value in state.example.columns.values() for text in _flatten_texts(value)]
     return texts[state.turn % len(texts)] if texts else GARBAGE
 
 
-def _texts(value: Any) -> list[str]:
+def _flatten_texts(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
-        return [text for item in cast("Sequence[Any]", value) for text in _texts(item)]
+        return [text for item in cast("Sequence[Any]", value) for text in _flatten_texts(item)]
     return [str(value)] if isinstance(value, str | int | float) else []
 
 
@@ -201,7 +201,7 @@ class Crowd:
     def _completion_of_player(self, seed: int, context: str, params: SamplingParams) -> Completion:
         turn, member = divmod(seed, len(PLAYERS))
         random = Random(f"{self._example.index} {seed}")
-        text = PLAYERS[member][1](Seen(self._example, context, turn, random))
+        text = PLAYERS[member][1](PlayerView(self._example, context, turn, random))
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         ids_with_stop = [*ids, *params.stop_token_ids]
         completion_ids = tuple(ids_with_stop[: params.max_tokens])

@@ -61,8 +61,8 @@ def load_given(
         by_prompt = {prompt_key(example.prompt): example for example in (*held_out, *train)}
         by_index = {example.index: example for example in train}
         texts_by_prompt: dict[str, tuple[Example, list[str]]] = {}
-        for location, row in _rows(path):
-            example = _example_of(row, location, by_prompt, by_index)
+        for location, row in _read_rows(path):
+            example = _find_example(row, location, by_prompt, by_index)
             completion = row.get("completion")
             if not isinstance(completion, str):
                 raise UsageError(f"{location}: `completion` is {completion!r:.40}; expected text.")
@@ -121,7 +121,7 @@ def judge_given(
     failed = total - len(values)
     findings = [
         _spread_of_given(groups, rewards_by_group, values, total),
-        *_nothing_solved(verdicts_by_group, success),
+        *_judge_solved(verdicts_by_group, success),
     ]
     if failed:
         reasons = Counter(
@@ -194,7 +194,7 @@ def _spread_of_given(
     return Finding("given completions", "ok", measured, data=data)
 
 
-def _nothing_solved(
+def _judge_solved(
     verdicts_by_group: Sequence[Sequence[Verdict]], success: Success
 ) -> list[Finding]:
     members = [verdict.member for verdicts in verdicts_by_group for verdict in verdicts]
@@ -261,7 +261,7 @@ def _compare_with_recorded(
 _EXPECTED = 'Expected one JSON object in each line: {"prompt": …, "completion": "…"} or {"example": 0, "completion": "…"}.'
 
 
-def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _read_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """The rows, each with its position for messages."""
     text = path.read_text(encoding="utf-8")
     document = _parse_json(text)
@@ -288,7 +288,7 @@ def _require_object(row: Any, location: str) -> tuple[str, Mapping[str, Any]]:
     return location, cast("Mapping[str, Any]", row)
 
 
-def _example_of(
+def _find_example(
     row: Mapping[str, Any],
     location: str,
     by_prompt: Mapping[str, Example],

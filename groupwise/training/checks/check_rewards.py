@@ -83,7 +83,7 @@ class Trial:
             draw=example.index,
             prompts=[example.prompt] * count,
             completions=[as_completion(example.prompt, text) for text in texts],
-            completion_ids=[self._ids(text) for text in texts],
+            completion_ids=[self._token_ids(text) for text in texts],
             columns={name: [value] * count for name, value in example.columns.items()},
             global_step=0,
             max_steps=1,
@@ -98,7 +98,7 @@ class Trial:
         self.reason = reasons[0] if reasons else None
         return score.members
 
-    def _ids(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         """The tokens of a completion; cached, because most completions are tried on many rows."""
         if self.tokenizer is None:
             return []
@@ -252,7 +252,7 @@ def judge_spread(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold | 
 def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
     """Report whether the right completion earns most."""
     pairs = [
-        (right, max(wrong, key=_reward))
+        (right, max(wrong, key=_verdict_reward))
         for right, wrong in map(_right_and_wrong, verdicts_by_example)
         if right is not None and wrong
     ]
@@ -268,9 +268,9 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
         )
     if not pairs:
         return Finding(name, "skipped", "no gold completion was scored")
-    beaten_pairs = [(r, w) for r, w in pairs if _reward(w) > _reward(r) + SAME]
-    tied_pairs = [(r, w) for r, w in pairs if abs(_reward(w) - _reward(r)) <= SAME]
-    mean = fmean(_reward(right) for right, _ in pairs)
+    beaten_pairs = [(r, w) for r, w in pairs if _verdict_reward(w) > _verdict_reward(r) + SAME]
+    tied_pairs = [(r, w) for r, w in pairs if abs(_verdict_reward(w) - _verdict_reward(r)) <= SAME]
+    mean = fmean(_verdict_reward(right) for right, _ in pairs)
     data = {
         "rows": len(pairs),
         "beaten": len(beaten_pairs),
@@ -285,12 +285,14 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
         else "; if right completions look otherwise, add a column `gold_completion` that holds them"
     )
     if beaten_pairs:
-        right, wrong = max(beaten_pairs, key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
+        right, wrong = max(
+            beaten_pairs, key=lambda pair: _verdict_reward(pair[1]) - _verdict_reward(pair[0])
+        )
         return Finding(
             name,
             "problem",
             f"in {len(beaten_pairs)} of {len(pairs)} rows a wrong completion earns more than gold; row {right.example}: "
-            f"{wrong.kind} {_reward(wrong):.4g}, gold {_reward(right):.4g}",
+            f"{wrong.kind} {_verdict_reward(wrong):.4g}, gold {_verdict_reward(right):.4g}",
             "training would teach the wrong answer",
             f"mend the reward{layout_hint}",
             data,
@@ -301,7 +303,7 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
             name,
             "warning",
             f"in {len(tied_pairs)} of {len(pairs)} rows a wrong completion earns as much as gold; row {right.example}: "
-            f"{wrong.kind}, {_reward(wrong):.4g}",
+            f"{wrong.kind}, {_verdict_reward(wrong):.4g}",
             "the right answer is not told apart from that",
             f"look at these rows{layout_hint}",
             data,
@@ -319,7 +321,7 @@ def judge_forms(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Fi
         unequal_pairs += [
             (gold_verdicts[0], v)
             for v in gold_verdicts[1:]
-            if _reward(v) < _reward(gold_verdicts[0]) - SAME
+            if _verdict_reward(v) < _verdict_reward(gold_verdicts[0]) - SAME
         ]
     if unequal_pairs:
         first_form, other_form = unequal_pairs[0]
@@ -327,7 +329,7 @@ def judge_forms(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Fi
             "accepted forms",
             "warning",
             f"{len(unequal_pairs)} further forms of gold answers earn less than the first; row {first_form.example}: "
-            f"{other_form.text!r:.60} {_reward(other_form):.4g}, {first_form.text!r:.60} {_reward(first_form):.4g}",
+            f"{other_form.text!r:.60} {_verdict_reward(other_form):.4g}, {first_form.text!r:.60} {_verdict_reward(first_form):.4g}",
             "an answer that the data call right is punished",
             "compare with every form in the list",
             {"unequal": len(unequal_pairs), "rows": rows},
@@ -526,7 +528,7 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def _reward(verdict: Verdict) -> float:
+def _verdict_reward(verdict: Verdict) -> float:
     assert verdict.member.reward is not None
     return verdict.member.reward
 
@@ -541,11 +543,11 @@ def _right_and_wrong(verdicts: Sequence[Verdict]) -> tuple[Verdict | None, list[
 def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
     """The reward of a kind of completion as a fraction of the range from the worst to gold; None if that cannot be computed."""
     right, wrong = _right_and_wrong(verdicts)
-    rewards_of_kind = [_reward(v) for v in wrong if v.kind == kind]
+    rewards_of_kind = [_verdict_reward(v) for v in wrong if v.kind == kind]
     if right is None or not rewards_of_kind:
         return None
-    floor = min(_reward(v) for v in wrong)
-    span = _reward(right) - floor
+    floor = min(_verdict_reward(v) for v in wrong)
+    span = _verdict_reward(right) - floor
     return (rewards_of_kind[0] - floor) / span if span > SAME else None
 
 
@@ -553,7 +555,7 @@ def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) ->
     """Describe each difference between two scores of the same completions."""
     differences: list[str] = []
     for before, after in zip(first, second, strict=True):
-        values = _values(before), _values(after)
+        values = _part_values(before), _part_values(after)
         changed_names = [name for name in values[0] if values[0][name] != values[1].get(name)]
         if changed_names:
             name = changed_names[0]
@@ -565,7 +567,7 @@ def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) ->
     return differences
 
 
-def _values(member: MemberScore) -> Mapping[str, float | None]:
+def _part_values(member: MemberScore) -> Mapping[str, float | None]:
     return {part.name: part.value for part in member.parts}
 
 

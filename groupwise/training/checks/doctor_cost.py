@@ -59,12 +59,12 @@ async def measure(
     limit = rollout_builder.longest_written(config)
     members = config.training.num_generations
     groups = max(1, min(slots // members, config.training.prompts_per_step))
-    _, seconds_for_few = await _sample(engine, groups, members, min(FEW_TOKENS, limit), clock)
+    _, seconds_for_few = await _sample_rows(engine, groups, members, min(FEW_TOKENS, limit), clock)
     affordable_tokens = (
         int(BUDGET * min(FEW_TOKENS, limit) / seconds_for_few) if seconds_for_few else MANY_TOKENS
     )
     tokens = max(min(FEW_TOKENS, limit), min(affordable_tokens, MANY_TOKENS, limit))
-    rows, seconds = await _sample(engine, groups, members, tokens, clock)
+    rows, seconds = await _sample_rows(engine, groups, members, tokens, clock)
     learning_speed = await _learning_speed(engine, rows, members, clock)
     turns = _turns(config)
     reading_speed = await _reading_speed(engine, config, clock) if turns > 1 else float("inf")
@@ -72,7 +72,7 @@ async def measure(
     await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
     await engine.sampler.load(await engine.learner.publish(version))
     return Speeds(
-        sampling=_rate(len(rows) * tokens, seconds),
+        sampling=_per_second(len(rows) * tokens, seconds),
         learning=learning_speed,
         publishing=clock() - started_at,
         tokens=tokens,
@@ -90,11 +90,11 @@ async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> flo
     prompt = engine.prompts[0]
     length = min(READ_TOKENS, len(prompt) + rollout_builder.longest_completion(config) - 1)
     conversation = (prompt * (length // len(prompt) + 1))[:length]
-    _, seconds = await _sample(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
-    return _rate(length, seconds)
+    _, seconds = await _sample_rows(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
+    return _per_second(length, seconds)
 
 
-async def _sample(
+async def _sample_rows(
     engine: Engine, groups: int, members: int, tokens: int, clock: Clock
 ) -> tuple[list[Row], float]:
     """Sample groups of completions of exactly `tokens` tokens. Returns them as rows, with the seconds taken."""
@@ -131,15 +131,15 @@ async def _sample(
 
 async def _learning_speed(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
     """Tokens per second of forward and backward passes: first with one group, then with as many as the time allows."""
-    seconds = await _backward(engine, rows[:members], clock)
+    seconds = await _time_backward(engine, rows[:members], clock)
     engine.learner.discard()
     affordable_groups = max(1, int(BUDGET / seconds)) if seconds else len(rows)
     batch = rows[: members * affordable_groups]
-    seconds = await _backward(engine, batch, clock)
-    return _rate(sum(len(row.completion_ids) for row in batch), seconds)
+    seconds = await _time_backward(engine, batch, clock)
+    return _per_second(sum(len(row.completion_ids) for row in batch), seconds)
 
 
-async def _backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
+async def _time_backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
     algorithm = make(DEFAULT_ALGORITHM, {})
     tokens = float(sum(len(row.completion_ids) for row in rows))
     started_at = clock()
@@ -147,7 +147,7 @@ async def _backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
     return clock() - started_at
 
 
-def _rate(tokens: int, seconds: float) -> float:
+def _per_second(tokens: int, seconds: float) -> float:
     return tokens / seconds if seconds > 0 else float("inf")
 
 
@@ -249,18 +249,18 @@ async def measure_lessons(
         lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step)
     )
     rows = [teacher_row(row) for lesson in lessons_drawn for row in lesson.rows]
-    seconds = await _supervised_backward(learner, rows[:1], clock)
+    seconds = await _time_supervised_backward(learner, rows[:1], clock)
     learner.discard()
     affordable_rows = max(1, int(BUDGET / seconds)) if seconds else len(rows)
     batch = rows[:affordable_rows]
-    seconds = await _supervised_backward(learner, batch, clock)
+    seconds = await _time_supervised_backward(learner, batch, clock)
     started_at = clock()
     await learner.update(OptimiserParams(learning_rate=training.learning_rate))
     tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in batch)
-    return LessonSpeeds(_rate(tokens, seconds), clock() - started_at)
+    return LessonSpeeds(_per_second(tokens, seconds), clock() - started_at)
 
 
-async def _supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
+async def _time_supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
     tokens = float(sum(sum(row.mask) for row in rows))
     started_at = clock()
     await learner.forward_backward(rows, Sft().loss_spec(), {Sft.name: tokens})

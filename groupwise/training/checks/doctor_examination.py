@@ -85,8 +85,8 @@ def examine_all(
     `load` is the load by other programs, in cores, measured before anything was computed here.
     """
     has_data = task is not None or loaded.config.data.names_data
-    subject = _load_patient(loaded, find_task(task, view(loaded.config)) if has_data else None)
-    findings.extend(_machine(subject, load))
+    subject = _load_subject(loaded, find_task(task, view(loaded.config)) if has_data else None)
+    findings.extend(_examine_machine(subject, load))
     findings.extend(check_tokenizer(subject.tokenizer))
     longest_prompt = subject.prompts.longest
     if subject.task is not None:
@@ -107,14 +107,14 @@ def examine_all(
     return description, {"layout": asdict(subject.layout)}
 
 
-def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
+def _load_subject(loaded: LoadedConfig, task: Task | None) -> Patient:
     """Load everything except the model, as training would."""
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
     # This machine is examined, even if the run would be sent to a server.
     config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
     tokenizer = load_tokenizer(config.model)
-    examples = _examples(config, task) if task else _own_examples(tokenizer)
+    examples = _task_examples(config, task) if task else _builtin_examples(tokenizer)
     prompts = tokenise(
         tokenizer,
         examples,
@@ -128,7 +128,7 @@ def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
     return Patient(config, tokenizer, prompts, task, layout, sizes)
 
 
-def _examples(config: RunConfig, task: Task) -> list[Example]:
+def _task_examples(config: RunConfig, task: Task) -> list[Example]:
     """The task's prompts: those for training or, without them, for evaluation."""
     config_view = view(config)
     steps = config.training.max_steps
@@ -140,7 +140,7 @@ def _examples(config: RunConfig, task: Task) -> list[Example]:
     raise TaskError(task.missing("get_rl_dataset", "rl"))
 
 
-def _own_examples(tokenizer: Any) -> list[Example]:
+def _builtin_examples(tokenizer: Any) -> list[Example]:
     """Built-in questions, as chats if the tokenizer has a template."""
     chat = bool(getattr(tokenizer, "chat_template", None))
     prompts: list[Prompt] = []
@@ -152,7 +152,7 @@ def _own_examples(tokenizer: Any) -> list[Example]:
     return [Example(index, prompt) for index, prompt in enumerate(prompts)]
 
 
-def _machine(subject: Patient, load: float) -> Iterator[Finding]:
+def _examine_machine(subject: Patient, load: float) -> Iterator[Finding]:
     """Report everything about the machine that matters for the config."""
     config, layout = subject.config, subject.layout
     yield doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
@@ -188,7 +188,7 @@ async def _examine_engine(subject: Patient, findings: Findings) -> None:
     """Build sampler and learner, check them and measure their speed."""
     config = subject.config
     try:
-        with _parts(subject) as parts:
+        with _build_parts(subject) as parts:
             findings.add(stop_tokens(subject.tokenizer, parts.stop_token_ids, config.sampler.stop))
             await examine(await engine_of(subject, parts), parts, subject, findings)
     except RunError as error:
@@ -197,7 +197,7 @@ async def _examine_engine(subject: Patient, findings: Findings) -> None:
 
 async def measure_cost(subject: Patient) -> tuple[Speeds, float | None, int | None]:
     """Only measure, without checks: speeds on this machine, `usual_length`, and peak memory in bytes (None if unknown)."""
-    with _parts(subject) as parts:
+    with _build_parts(subject) as parts:
         engine = await engine_of(subject, parts)
         published = await publish(engine, 0)
         groups = await engine.sample()
@@ -208,7 +208,7 @@ async def measure_cost(subject: Patient) -> tuple[Speeds, float | None, int | No
 
 
 @contextmanager
-def _parts(subject: Patient) -> Generator[Parts]:
+def _build_parts(subject: Patient) -> Generator[Parts]:
     """Sampler and learner; their publications are removed afterwards."""
     config = subject.config
     folder = build.publication_folder(

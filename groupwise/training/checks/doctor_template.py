@@ -125,8 +125,8 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
     """Report whether the template marks the start of the answer."""
     name = "generation prompt"
     without_turn, with_turn = (
-        _ids(tokenizer, opening, ask=False),
-        _ids(tokenizer, opening, ask=True),
+        _render_ids(tokenizer, opening, ask=False),
+        _render_ids(tokenizer, opening, ask=True),
     )
     addition = tokenizer.decode(with_turn[len(without_turn) :], skip_special_tokens=False)
     if with_turn == without_turn and missing_turn_warning(tokenizer, opening) is None:
@@ -144,13 +144,13 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
 
 def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
     """Report whether the rendering of a prompt is a prefix of its rendering with the answer."""
-    prompt = _ids(tokenizer, opening, ask=True)
-    full_ids = _ids(tokenizer, [*opening, _assistant_message(ANSWER)], ask=False)
+    prompt = _render_ids(tokenizer, opening, ask=True)
+    full_ids = _render_ids(tokenizer, [*opening, _assistant_message(ANSWER)], ask=False)
     if full_ids[: len(prompt)] == prompt:
         return Finding(
             "template prefix", "ok", "a prompt is the beginning of the prompt with its answer"
         )
-    index = _common(prompt, full_ids)
+    index = _common_prefix_length(prompt, full_ids)
     turn_header = tokenizer.decode(prompt[index:], skip_special_tokens=False)
     answer_text = tokenizer.decode(full_ids[index:], skip_special_tokens=False)
     return Finding(
@@ -169,9 +169,11 @@ def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
     changes: list[str] = []
     for label, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
         conversation = [*opening, _assistant_message(answer)]
-        ids = _ids(tokenizer, conversation, ask=False)
-        longer_ids = _ids(tokenizer, [*conversation, {"role": "user", "content": AGAIN}], ask=True)
-        prefix_length = _common(ids, longer_ids)
+        ids = _render_ids(tokenizer, conversation, ask=False)
+        longer_ids = _render_ids(
+            tokenizer, [*conversation, {"role": "user", "content": AGAIN}], ask=True
+        )
+        prefix_length = _common_prefix_length(ids, longer_ids)
         lost_text = tokenizer.decode(ids[prefix_length:], skip_special_tokens=False)
         if lost_text.strip():
             changes.append(f"{label} (from {_short_repr(lost_text)})")
@@ -241,7 +243,7 @@ def answer_end(tokenizer: Any) -> int | None:
     """The first special token after an answer in the chat template; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    ids = _ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
+    ids = _render_ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
     special_ids: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
     for index in range(len(ids), 0, -1):
         text = tokenizer.decode(ids[index - 1 :], skip_special_tokens=False)
@@ -250,7 +252,7 @@ def answer_end(tokenizer: Any) -> int | None:
     return None
 
 
-def _ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]:
+def _render_ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]:
     """A conversation as token ids; `ask` appends the start of the next answer."""
     if ask:
         return list(prompt_ids(tokenizer, list(messages)))
@@ -265,7 +267,7 @@ def _assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix of two sequences, in tokens."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -89,7 +89,7 @@ def read_foreign(file: Path) -> dict[str, Any]:
         raise UsageError(f"--from: there is no file {file}.")
     try:
         text = file.read_text()
-        tree = _parse(file, text)
+        tree = _parse_file(file, text)
     except ConfigError:
         raise
     except (SyntaxError, RecursionError, ValueError) as error:
@@ -100,8 +100,8 @@ def read_foreign(file: Path) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise UsageError(f"--from: {file} holds {type(tree).__name__}, not keys with values.")
     tree = cast("Mapping[str, Any]", tree)
-    _refuse_others(file, text, tree)
-    settings = _flat(tree)
+    _refuse_other_frameworks(file, text, tree)
+    settings = _flatten(tree)
     if not settings.keys() & OF_GRPO:
         raise UsageError(
             f"--from: {file} has no key of a GRPO config (num_generations, max_completion_length, reward_funcs …). It has: "
@@ -110,7 +110,7 @@ def read_foreign(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _parse(file: Path, text: str) -> Any:
+def _parse_file(file: Path, text: str) -> Any:
     match file.suffix:
         case ".py":
             return of_python(text)
@@ -121,16 +121,16 @@ def _parse(file: Path, text: str) -> Any:
         case ".toml":
             return tomllib.loads(text)
         case ".sh" | ".bash" | ".txt":
-            return _of_command(file, text)
+            return _parse_command(file, text)
         case _:
-            return _of_yaml(file)
+            return _parse_yaml(file)
 
 
 _YAML_1_1 = {"yes": True, "on": True, "no": False, "off": False}
 """Words that the YAML parser of transformers reads as true and false."""
 
 
-def _of_yaml(file: Path) -> dict[str, Any]:
+def _parse_yaml(file: Path) -> dict[str, Any]:
     tree = read_yaml(file, "a config of TRL is a mapping of keys")
     unread_values = {
         ".".join(path): Unread("", 0, "no config can hold its value") for path in tree.unread
@@ -143,10 +143,10 @@ def _of_yaml(file: Path) -> dict[str, Any]:
     } | unread_values
 
 
-def _of_command(file: Path, text: str) -> dict[str, Any]:
+def _parse_command(file: Path, text: str) -> dict[str, Any]:
     """The flags of a script: `--name value`, `--name=value`, a bare `--name` (true), and `some.key=value`."""
     flags: dict[str, Any] = {}
-    for words in _commands(text):
+    for words in _split_commands(text):
         name = ""
         for word in words:
             flag = re.fullmatch(
@@ -154,27 +154,27 @@ def _of_command(file: Path, text: str) -> dict[str, Any]:
             )
             if flag:
                 name = (flag[1] or flag[2]).replace("-", "_")
-                flags[name] = True if flag[3] is None else _scalar(flag[3])
+                flags[name] = True if flag[3] is None else _parse_scalar(flag[3])
                 name = "" if flag[3] is not None else name
             elif word.endswith(".py") or word == "-m":
                 name = ""  # earlier flags belonged to the launcher
             elif name:
                 previous = flags[name]
                 if previous is True:
-                    flags[name] = _scalar(word)
+                    flags[name] = _parse_scalar(word)
                 else:
                     values = (
                         cast("list[Any]", previous) if isinstance(previous, list) else [previous]
                     )
-                    flags[name] = [*values, _scalar(word)]
+                    flags[name] = [*values, _parse_scalar(word)]
     config_path = flags.get("config")
     for path in (Path(str(config_path)), file.parent / str(config_path)):
         if config_path is not None and path.is_file() and path.suffix in (".yaml", ".yml"):
-            return _of_yaml(path) | flags
+            return _parse_yaml(path) | flags
     return flags
 
 
-def _commands(text: str) -> Iterator[list[str]]:
+def _split_commands(text: str) -> Iterator[list[str]]:
     """The words of each command; quoted text may extend over several lines."""
     buffer = ""
     for line in text.replace("\\\n", " ").splitlines():
@@ -187,7 +187,7 @@ def _commands(text: str) -> Iterator[list[str]]:
         buffer = ""
 
 
-def _scalar(word: str) -> Any:
+def _parse_scalar(word: str) -> Any:
     if "$" in word:
         return Unread(word, 0, "only running the command tells what `{}` is")
     if re.fullmatch(r"(?i)true|false", word):
@@ -203,8 +203,8 @@ def _scalar(word: str) -> Any:
 # Other frameworks
 
 
-def _refuse_others(file: Path, text: str, tree: Mapping[str, Any]) -> None:
-    paths = dict(_paths(tree))
+def _refuse_other_frameworks(file: Path, text: str, tree: Mapping[str, Any]) -> None:
+    paths = dict(_key_paths(tree))
     for framework in OTHERS:
         keys = [key.replace("/", ".") for key in framework.keys]
         marks = [key for key in keys if all(part in paths for part in key.split("&"))]
@@ -227,40 +227,40 @@ def _refuse_others(file: Path, text: str, tree: Mapping[str, Any]) -> None:
             )
 
 
-def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _key_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         for depth in range(len(parts := f"{prefix}{name}".split("."))):
             if depth < len(parts) - 1:
                 yield ".".join(parts[: depth + 1]), {}
         yield f"{prefix}{name}", value
         if isinstance(value, Mapping):
-            yield from _paths(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+            yield from _key_paths(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
 
 
 # TRL's
 
 
-def _flat(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Flatten sections, except keys whose value is a mapping. If two keys have the same name, both are kept."""
     settings: dict[str, Any] = {}
     alias_values: dict[str, Any] = {}
     for name, value in tree.items():
         is_key = name in {*MAPPINGS, *SAME, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
         if isinstance(value, Mapping) and (name in SECTIONS or not is_key):
-            inner = _flat(cast("Mapping[str, Any]", value), name)
+            inner = _flatten(cast("Mapping[str, Any]", value), name)
             for key, inner_value in inner.items():
-                _add(settings, key, f"{name}.{key}", inner_value)
+                _add_setting(settings, key, f"{name}.{key}", inner_value)
         elif (canonical_name := WITHIN.get(section, {}).get(name, name)) in ALIASES:
             alias_values[canonical_name] = value
         else:
-            _add(settings, canonical_name, f"{section}.{name}", value)
+            _add_setting(settings, canonical_name, f"{section}.{name}", value)
     for name, value in alias_values.items():
         unsloth = name.endswith("checkpointing") and value == "unsloth"
-        _add(settings, ALIASES[name], name, True if unsloth else value)
+        _add_setting(settings, ALIASES[name], name, True if unsloth else value)
     return settings
 
 
-def _add(settings: dict[str, Any], name: str, long_name: str, value: Any) -> None:
+def _add_setting(settings: dict[str, Any], name: str, long_name: str, value: Any) -> None:
     """Add a value under its name, or under the longer name if the short one already has another value."""
     previous = settings.get(name)
     if (

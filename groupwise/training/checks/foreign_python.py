@@ -150,7 +150,7 @@ class _Reader:
 
     def read(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
-            self._statement(statement)
+            self._visit_statement(statement)
         module_names = self.names
         while self.later:
             function = self.later.pop(0)
@@ -159,10 +159,10 @@ class _Reader:
                 if isinstance(argument, ast.arg):
                     self.names[argument.arg] = Unread(argument.arg, argument.lineno)
             for statement in function.body:
-                self._statement(statement)
+                self._visit_statement(statement)
         self.names = module_names
 
-    def _statement(self, node: ast.stmt) -> None:
+    def _visit_statement(self, node: ast.stmt) -> None:
         match node:
             case ast.Assign(targets, value):
                 bound_value = self.value(value)
@@ -171,9 +171,9 @@ class _Reader:
             case ast.AnnAssign(target, ast.expr() as value):
                 self._bind(target, self.value(value))
             case ast.AugAssign(target, operator, value):
-                self._bind(target, self.value(ast.BinOp(_read(target), operator, value)))
+                self._bind(target, self.value(ast.BinOp(_as_load(target), operator, value)))
             case ast.Import() | ast.ImportFrom():
-                self._import(node)
+                self._bind_import(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self.imported[node.name] = f":{node.name}"
                 self.later.append(node)
@@ -186,42 +186,44 @@ class _Reader:
             case ast.If(test, body, orelse):
                 condition = True if runs_as_script(test) else self.value(test)
                 if isinstance(condition, bool):
-                    self._block(body if condition else orelse)
+                    self._visit_block(body if condition else orelse)
                 else:
-                    with self._perhaps():
-                        self._block([*body, *orelse])
+                    with self._conditionally():
+                        self._visit_block([*body, *orelse])
             case _:
-                self._other(node)
+                self._visit_children(node)
 
-    def _other(self, node: ast.stmt) -> None:
+    def _visit_children(self, node: ast.stmt) -> None:
         """Visit the statements and values inside any other statement."""
         is_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While | ast.Match)
-        with self._perhaps(is_loop):
+        with self._conditionally(is_loop):
             if isinstance(node, ast.For | ast.AsyncFor):
                 self._bind(node.target, Unread(ast.unparse(node.target), node.lineno))
             for name, part in ast.iter_fields(node):
                 for child in cast("list[Any]", part if isinstance(part, list) else [part]):
-                    with self._perhaps(isinstance(child, ast.ExceptHandler) or name == "orelse"):
+                    with self._conditionally(
+                        isinstance(child, ast.ExceptHandler) or name == "orelse"
+                    ):
                         if isinstance(child, ast.stmt):
-                            self._statement(child)
+                            self._visit_statement(child)
                         elif isinstance(child, ast.expr):
                             self.value(child)
                         elif isinstance(child, ast.withitem):
                             self.value(child.context_expr)
                         elif isinstance(child, ast.ExceptHandler | ast.match_case):
-                            self._block(child.body)
+                            self._visit_block(child.body)
 
-    def _block(self, body: Sequence[ast.stmt]) -> None:
+    def _visit_block(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
-            self._statement(statement)
+            self._visit_statement(statement)
 
     @contextmanager
-    def _perhaps(self, active: bool = True) -> Generator[None]:
+    def _conditionally(self, active: bool = True) -> Generator[None]:
         self.unsure += active
         yield
         self.unsure -= active
 
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+    def _bind_import(self, node: ast.Import | ast.ImportFrom) -> None:
         module = "" if isinstance(node, ast.Import) else node.module or ""
         for alias in node.names:
             name = f"{module}:{alias.name}" if module else alias.name
@@ -230,25 +232,27 @@ class _Reader:
     def _bind(self, target: ast.expr, value: Any) -> None:
         match target:
             case ast.Name(name):
-                self._put(self.names, name, value, target, new_is_sure=True)
+                self._assign(self.names, name, value, target, new_is_sure=True)
             case ast.Attribute(ast.Name(owner), name) if isinstance(
                 call := self.names.get(owner), Made
             ):
-                self._put(call.given, name, value, target)
+                self._assign(call.given, name, value, target)
             case ast.Subscript(ast.Name(owner), ast.Constant(str(name))) if isinstance(
                 container := self.names.get(owner), dict
             ):
-                self._put(cast("dict[str, Any]", container), name, value, target)
+                self._assign(cast("dict[str, Any]", container), name, value, target)
             case ast.Tuple(entries) | ast.List(entries):
                 values = cast("list[Any]", value) if isinstance(value, list) else []
                 has_all = len(values) == len(entries)
                 for index, entry in enumerate(entries):
-                    fallback = value if index == 0 and isinstance(value, Made) else _unread(entry)
+                    fallback = (
+                        value if index == 0 and isinstance(value, Made) else _unread_node(entry)
+                    )
                     self._bind(entry, values[index] if has_all else fallback)
             case _:
                 pass
 
-    def _put(
+    def _assign(
         self,
         target: dict[str, Any],
         name: str,
@@ -274,50 +278,50 @@ class _Reader:
             case ast.Constant(value):
                 return value
             case ast.Name(name):
-                return self.names.get(name, _unread(node))
+                return self.names.get(name, _unread_node(node))
             case ast.Attribute(ast.Name("SchedulerType"), name):
                 return name.lower()
             case ast.Attribute(owner, name):
-                return self._attribute(node, self.value(owner), name)
+                return self._read_attribute(node, self.value(owner), name)
             case ast.List() | ast.Tuple() | ast.Dict() | ast.Subscript():
-                return self._container(node)
+                return self._read_container(node)
             case ast.UnaryOp(operator, operand):
-                return self._unary(node, operator, self.value(operand))
+                return self._read_unary(node, operator, self.value(operand))
             case ast.BinOp(left, operator, right):
-                return self._operation(node, self.value(left), operator, self.value(right))
+                return self._read_operation(node, self.value(left), operator, self.value(right))
             case ast.JoinedStr(parts):
                 texts = [
                     self.value(part.value if isinstance(part, ast.FormattedValue) else part)
                     for part in parts
                 ]
                 is_text = all(isinstance(text, str | int | float) for text in texts)
-                return "".join(map(str, texts)) if is_text else _unread(node)
+                return "".join(map(str, texts)) if is_text else _unread_node(node)
             case ast.Call():
-                return self._call(node)
+                return self._read_call(node)
             case _:
-                return _unread(node)
+                return _unread_node(node)
 
-    def _attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
+    def _read_attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
         if isinstance(owner, Made):
-            return owner.given.get(name, _unread(node))
+            return owner.given.get(name, _unread_node(node))
         if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
             self.flags_read.add(name)
             return self.flags[name]
-        return _unread(node)
+        return _unread_node(node)
 
-    def _unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
+    def _read_unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
         if isinstance(operator, ast.USub) and _is_number(value):
             return -value
         if isinstance(operator, ast.Not) and isinstance(value, bool):
             return not value
-        return _unread(node)
+        return _unread_node(node)
 
-    def _container(self, node: ast.List | ast.Tuple | ast.Dict | ast.Subscript) -> Any:
+    def _read_container(self, node: ast.List | ast.Tuple | ast.Dict | ast.Subscript) -> Any:
         match node:
             case ast.List(entries) | ast.Tuple(entries):
                 return [self.value(entry) for entry in entries]
             case ast.Dict(keys, values):
-                return self._dict(keys, values)
+                return self._read_dict(keys, values)
             case ast.Subscript(owner, key_node):
                 container, key = self.value(owner), self.value(key_node)
                 if isinstance(container, Made) and container.kind == LOADED:
@@ -327,9 +331,11 @@ class _Reader:
                 has_key = (
                     isinstance(container, dict) and isinstance(key, str | int) and key in container
                 )
-                return cast("dict[Any, Any]", container)[key] if has_key else _unread(node)
+                return cast("dict[Any, Any]", container)[key] if has_key else _unread_node(node)
 
-    def _dict(self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
+    def _read_dict(
+        self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr]
+    ) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in zip(keys, values, strict=True):
             if key is None:
@@ -348,9 +354,9 @@ class _Reader:
         if isinstance(mapping, dict):
             target |= cast("dict[str, Any]", mapping)
         else:
-            target[f"**{ast.unparse(node):.60}"] = _unread(node)
+            target[f"**{ast.unparse(node):.60}"] = _unread_node(node)
 
-    def _operation(self, node: ast.expr, left: Any, operator: ast.operator, right: Any) -> Any:
+    def _read_operation(self, node: ast.expr, left: Any, operator: ast.operator, right: Any) -> Any:
         numbers = _is_number(left) and _is_number(right)
         is_huge = isinstance(operator, ast.Pow) and not (
             numbers and abs(left) < LARGEST_BASE and abs(right) <= LARGEST_EXPONENT
@@ -364,9 +370,9 @@ class _Reader:
                 return first + second
         if isinstance(operator, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
             return cast("dict[str, Any]", left) | cast("dict[str, Any]", right)
-        return _unread(node)
+        return _unread_node(node)
 
-    def _call(self, node: ast.Call) -> Any:
+    def _read_call(self, node: ast.Call) -> Any:
         function_name = _last_name(node.func)
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
@@ -374,13 +380,13 @@ class _Reader:
                 owner_value = cast("Any", owner)
                 if function_name == "update":
                     for name, value in self._merge_arguments(node).items():
-                        self._put(owner_value, name, value, node)
+                        self._assign(owner_value, name, value, node)
                 elif isinstance(owner_value, list):
                     items = [self.value(argument) for argument in node.args]
                     additions = items if function_name == "append" else items[0] if items else []
                     is_certain = isinstance(additions, list) and not self.unsure
                     cast("list[Any]", owner_value).extend(
-                        cast("list[Any]", additions) if is_certain else [_unread(node)]
+                        cast("list[Any]", additions) if is_certain else [_unread_node(node)]
                     )
                 return None
             if isinstance(owner, Made) and owner.kind == LOADED:
@@ -389,7 +395,7 @@ class _Reader:
             return self._loaded_dataset(node)
         kind = next((suffix for suffix in CALLS if function_name.endswith(suffix)), None)
         if kind == "from_pretrained" and OTHERS_OWN.search(ast.unparse(node.func)):
-            return _unread(node)
+            return _unread_node(node)
         if kind is not None:
             call = Made(kind, node.lineno, self._arguments(node, CALLS[kind]))
             self.made.append(call)
@@ -432,7 +438,7 @@ class _Reader:
                 return self._merge_arguments(node)
             case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
                 arguments = self._arguments(ast.Call(node.func, [], node.keywords), ())
-                if _is_plain(arguments.get("default", _unread(node))):
+                if _is_plain(arguments.get("default", _unread_node(node))):
                     self.flags[name[2:].replace("-", "_")] = arguments["default"]
             case "replace", [_]:
                 arguments = self._arguments(node, ("",))
@@ -450,7 +456,7 @@ class _Reader:
             case _:
                 for expression in [*node.args, *(keyword.value for keyword in node.keywords)]:
                     self.value(expression)
-        return _unread(node)
+        return _unread_node(node)
 
     def _merge_arguments(self, node: ast.Call) -> dict[str, Any]:
         """Merge the arguments of `dict(…)` and `update(…)`: dicts and keywords."""
@@ -469,7 +475,7 @@ class _Reader:
                 if has_name
                 else f"{_last_name(node.func)} argument {position + 1}"
             )
-            arguments[name] = self.value(argument) if has_name else _unread(argument)
+            arguments[name] = self.value(argument) if has_name else _unread_node(argument)
         for keyword in node.keywords:
             if keyword.arg is None:
                 self._unpack(arguments, keyword.value)
@@ -485,7 +491,7 @@ class _Reader:
         used_calls: list[Made] = []
         trainers = [call for call in self.made if call.kind == "GRPOTrainer"]
         if trainers:
-            self._take(settings, trainers[-1], used_calls)
+            self._take_settings(settings, trainers[-1], used_calls)
         for kind in CALLS:
             of_kind = [call for call in self.made if call.kind == kind]
             if kind == "SamplingParams" or not of_kind:
@@ -494,7 +500,7 @@ class _Reader:
                 continue
             if not any(call.kind == kind for call in used_calls):
                 chosen_call = of_kind[0] if kind == "from_pretrained" else of_kind[-1]
-                self._take(settings, chosen_call, used_calls)
+                self._take_settings(settings, chosen_call, used_calls)
             last_line = max(call.line for call in used_calls if call.kind == kind)
             other_lines = [str(call.line) for call in of_kind if call not in used_calls]
             if kind in ("GRPOConfig", "GRPOTrainer") and other_lines:
@@ -505,7 +511,7 @@ class _Reader:
             settings["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
         return settings
 
-    def _take(self, settings: dict[str, Any], call: Made, used_calls: list[Made]) -> None:
+    def _take_settings(self, settings: dict[str, Any], call: Made, used_calls: list[Made]) -> None:
         """Take the settings of an object and of its arguments; a known value takes precedence over an unread one."""
         if call in used_calls:
             return
@@ -521,9 +527,9 @@ class _Reader:
                     take(settings, value)
                 continue
             if isinstance(value, Made):
-                self._take(settings, value, used_calls)
+                self._take_settings(settings, value, used_calls)
                 continue
-            value = self._rewards(value) if name == "reward_funcs" else value
+            value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
             if name != "reward_funcs" and not _is_plain(value):
@@ -593,14 +599,14 @@ class _Reader:
         why = "the messages of the file have `{}` as their system prompt"
         return {"system_prompt": prompt if is_single else Unread(", ".join(prompts), 0, why)}
 
-    def _rewards(self, value: Any) -> Any:
+    def _reward_names(self, value: Any) -> Any:
         """Reward functions by name: `:function` for one of this file, `module:function` for one of another, and the bare name for those of
         TRL and open-r1.
         """
         rewards = cast("list[Any]", value) if isinstance(value, list) else [value]
-        return [self._reward(reward) for reward in rewards]
+        return [self._reward_name(reward) for reward in rewards]
 
-    def _reward(self, value: Any) -> Any:
+    def _reward_name(self, value: Any) -> Any:
         match = isinstance(value, Unread) and re.match(
             r"(?:(?:functools\.)?partial\()?([\w.]+)", value.written
         )
@@ -643,7 +649,7 @@ def _as_source(value: Any) -> str:
     return value.written if isinstance(value, Unread) else repr(value)
 
 
-def _unread(node: ast.expr) -> Unread:
+def _unread_node(node: ast.expr) -> Unread:
     return Unread(ast.unparse(node), getattr(node, "lineno", 0))
 
 
@@ -651,6 +657,6 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _read(target: ast.expr) -> ast.expr:
+def _as_load(target: ast.expr) -> ast.expr:
     """An assignment target as an expression that reads it."""
     return ast.parse(ast.unparse(target), mode="eval").body

@@ -40,7 +40,7 @@ from groupwise.training.checks.init_choices import (
     Answers,
     Draft,
     Kind,
-    choose_beside_given,
+    choose_required_keys,
     choose_dtype,
     choose_lengths,
     choose_step,
@@ -111,7 +111,7 @@ def init(
             f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
         )
     draft = Draft(kind, model, tuple(overrides), loaded_task.config_schema())
-    choose_beside_given(draft)
+    choose_required_keys(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
     cost = choose(draft, loaded_task, task, measure)
     for choice in draft.choices():
@@ -148,7 +148,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     path = ("rollout", "type")
     if task.has("get_environment") and path not in draft.chosen:
         draft.choose(path, "environment", "the task has get_environment, which answers each turn")
-    choose_trained(draft, _parameters(draft))
+    choose_trained(draft, _count_parameters(draft))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
     training = (
@@ -170,23 +170,25 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         prompt_room(config.model, 0),
     )
     prepared = prepare_rl(draft.load(), source)
-    longest_prompt = _longest(prepared)
-    free_mib = _free(device)
+    longest_prompt = _longest_prompt(prepared)
+    free_mib = _free_mib(device)
     fit_memory(
         draft, lambda: _planned_memory(draft, longest_prompt), free_mib, BUDGETS[device], SLOTS
     )
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
     layout = placement.choose_layout(draft.config, longest_prompt)
-    return _cost(draft, replace(prepared, loaded=draft.load(), layout=layout), free_mib, measure)
+    return _estimate_cost(
+        draft, replace(prepared, loaded=draft.load(), layout=layout), free_mib, measure
+    )
 
 
-def _longest(prepared: RlPrepared) -> int:
+def _longest_prompt(prepared: RlPrepared) -> int:
     """Number of tokens of the longest prompt for training or evaluation."""
     held_out = prepared.held_out_prompts
     return max(prepared.prompts.longest, held_out.longest if held_out else 0)
 
 
-def _parameters(draft: Draft) -> int:
+def _count_parameters(draft: Draft) -> int:
     return all_parameters(draft.load().config.model)
 
 
@@ -196,18 +198,20 @@ def _planned_memory(draft: Draft, longest_prompt: int) -> float:
     return planned_sizes(config, placement.choose_layout(config, longest_prompt)).memory.total
 
 
-def _free(device: str) -> float | None:
+def _free_mib(device: str) -> float | None:
     free_bytes = free_memory(device)
     return None if free_bytes is None else free_bytes / MIB
 
 
-def _cost(draft: Draft, prepared: RlPrepared, free_mib: float | None, measure: bool) -> Cost:
+def _estimate_cost(
+    draft: Draft, prepared: RlPrepared, free_mib: float | None, measure: bool
+) -> Cost:
     """Estimate memory by the plan, and speed by measuring it, which may make a step smaller."""
-    layout, longest_prompt = prepared.layout, _longest(prepared)
+    layout, longest_prompt = prepared.layout, _longest_prompt(prepared)
     sizes = planned_sizes(prepared.config, layout)
     memory = doctor_machine.memory(sizes.memory.total, free_mib)
     if not measure or memory.level == "problem":
-        return Cost(layout, (*_left_out(prepared), memory, _not_measured(memory)))
+        return Cost(layout, (*_report_dropped(prepared), memory, _skip_speed(memory)))
     subject = Patient(
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
@@ -226,11 +230,11 @@ def _cost(draft: Draft, prepared: RlPrepared, free_mib: float | None, measure: b
     )
     return Cost(
         placement.choose_layout(config, longest_prompt),
-        (*_left_out(prepared), memory, measured_peak, speed),
+        (*_report_dropped(prepared), memory, measured_peak, speed),
     )
 
 
-def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
+def _report_dropped(prepared: RlPrepared) -> Iterator[Finding]:
     """Report examples whose prompts are too long."""
     dropped, kept = prepared.prompts.dropped, len(prepared.prompts.examples)
     if dropped:
@@ -244,7 +248,7 @@ def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
         )
 
 
-def _not_measured(memory: Finding) -> Finding:
+def _skip_speed(memory: Finding) -> Finding:
     why = "the model does not fit into the free memory" if memory.level == "problem" else "as asked"
     return Finding("speed", "skipped", f"not measured: {why}", "no weights were loaded")
 
@@ -294,12 +298,12 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
 
 
 def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
-    choose_trained(draft, _parameters(draft))
+    choose_trained(draft, _count_parameters(draft))
     initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest_row = initial.lessons.longest
     choose_teacher_step(draft, len(initial.lessons.lessons), longest_row)
     device = initial.layout.device
-    free_mib = _free(device)
+    free_mib = _free_mib(device)
 
     def planned_memory() -> float:
         config = draft.sft_config
@@ -312,9 +316,9 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     prepared = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     planned_mib = planned_sft_sizes(prepared.config, prepared.layout, longest_row).memory.total
     memory = doctor_machine.memory(planned_mib, free_mib)
-    findings = (*_cut(prepared), memory)
+    findings = (*_report_cut_rows(prepared), memory)
     if not measure or memory.level == "problem":
-        return Cost(prepared.layout, (*findings, _not_measured(memory)))
+        return Cost(prepared.layout, (*findings, _skip_speed(memory)))
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
     unused_folder = Path(config.run.dir) / "init"
     with closing(build.supervised_parts(config, layout, "init", unused_folder)) as parts:
@@ -324,7 +328,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     return Cost(prepared.layout, (*findings, doctor_cost.peak(planned_mib, peak), speed))
 
 
-def _cut(prepared: SftPrepared) -> Iterator[Finding]:
+def _report_cut_rows(prepared: SftPrepared) -> Iterator[Finding]:
     """Report rows that are longer than the model's limit."""
     cut, dropped = prepared.lessons.cut, prepared.lessons.dropped
     if cut or dropped:

@@ -1,7 +1,7 @@
 """The choices of `groupwise init`: each is a config key, a value and a reason, derived from measured facts.
 
 A `Draft` collects them. Keys that the user gave on the command line always have priority: no choice is made for such a key or for a key
-that it excludes (`EXCLUDED_BY`). If a given key requires another one, that is chosen first (`choose_beside_given`). Nothing here
+that it excludes (`EXCLUDED_BY`). If a given key requires another one, that is chosen first (`choose_required_keys`). Nothing here
 measures, or loads anything but configs; facts are passed in as plain values.
 """
 
@@ -98,7 +98,9 @@ class Draft:
                 (given_path for given_path in self._given if path[: len(given_path)] == given_path),
                 path,
             )
-            self._given[section] = _with(self._given.get(section), path[len(section) :], value)
+            self._given[section] = _with_value(
+                self._given.get(section), path[len(section) :], value
+            )
 
     def is_given(self, path: KeyPath) -> bool:
         """True if the user gave this key, a part of it, or a section that contains it."""
@@ -181,12 +183,12 @@ class Draft:
             yield Choice(("task", key), value, description or origin)
 
 
-def _with(section: Any, keys: KeyPath, value: Any) -> Any:
+def _with_value(section: Any, keys: KeyPath, value: Any) -> Any:
     """A section in which one value is replaced; without keys, the value itself."""
     if not keys:
         return value
     inner = cast("dict[str, Any]", section) if isinstance(section, dict) else {}
-    return {**inner, keys[0]: _with(inner.get(keys[0]), keys[1:], value)}
+    return {**inner, keys[0]: _with_value(inner.get(keys[0]), keys[1:], value)}
 
 
 def rounded_up(tokens: float, multiple: int = ROUND) -> int:
@@ -197,7 +199,7 @@ def rounded_up(tokens: float, multiple: int = ROUND) -> int:
 # --- keys required by given ones -----------------------------------------------------------------
 
 
-def choose_beside_given(draft: Draft) -> None:
+def choose_required_keys(draft: Draft) -> None:
     """Choose the keys that given ones require, so that the config is valid before anything is measured. Later choices may replace them."""
     if draft.kind == "sft":
         if draft.is_given(("training", "num_train_epochs")):
@@ -214,7 +216,7 @@ def choose_beside_given(draft: Draft) -> None:
     if (match := next(kinds, None)) is not None:
         draft.choose(("rollout", "type"), match[0], f"rollout.{match[1]} belongs to it")
     # The completion must be long enough for the given keys.
-    min_length, reason = _least_completion(draft)
+    min_length, reason = _min_completion(draft)
     chosen_type = draft.chosen.get(("rollout", "type"))
     two_stage = "two_stage" in (
         draft.given_value(("rollout", "type")),
@@ -222,7 +224,7 @@ def choose_beside_given(draft: Draft) -> None:
     )
     if min_length > SamplerConfig().max_completion_length and not two_stage:
         draft.choose(("sampler", "max_completion_length"), rounded_up(min_length), reason)
-    minibatches = _whole(draft.given_value(("training", "minibatches")))
+    minibatches = _int_or_zero(draft.given_value(("training", "minibatches")))
     if minibatches > TrainingConfig().prompts_per_step:
         path = ("training", "prompts_per_step")
         draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
@@ -232,27 +234,27 @@ def choose_beside_given(draft: Draft) -> None:
         )
     # pass@k needs at least k samples, and a temperature at which they differ.
     ks: Any = draft.given_value(("eval", "pass_at_k"))
-    max_k = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
+    max_k = max(map(_int_or_zero, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
     if max_k > 1:
         draft.choose(
             ("eval", "samples_per_prompt"), max_k, f"pass@{max_k} is estimated from as many"
         )
-    samples = _whole(draft.given_value(("eval", "samples_per_prompt")))
+    samples = _int_or_zero(draft.given_value(("eval", "samples_per_prompt")))
     filters = (draft.given_value(("eval", key)) for key in ("top_k", "top_p", "min_p"))
     if max(max_k, samples) > 1 or any(value is not None for value in filters):
         draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
 
 
-def _least_completion(draft: Draft) -> tuple[int, str]:
+def _min_completion(draft: Draft) -> tuple[int, str]:
     """Smallest number of tokens per completion that the given keys require, and which key requires it."""
-    min_length = _whole(draft.given_value(("sampler", "min_completion_length")))
-    cache = _whole(draft.given_value(("algorithm", "soft_punish_cache")))
+    min_length = _int_or_zero(draft.given_value(("sampler", "min_completion_length")))
+    cache = _int_or_zero(draft.given_value(("algorithm", "soft_punish_cache")))
     if CACHES * cache > min_length:
         return CACHES * cache, f"{CACHES} times algorithm.soft_punish_cache, as is usual"
     return min_length, "sampler.min_completion_length asks for it"
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     """The given integer; 0 for anything else, which the config's validation refuses."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
@@ -349,7 +351,7 @@ def choose_lengths(
     completion, reason = longest_completion
     space = rounded_up(longest_prompt)
     room = limit - space
-    kind, (min_length, why) = draft.config.rollout.type, _least_completion(draft)
+    kind, (min_length, why) = draft.config.rollout.type, _min_completion(draft)
     if completion < min_length:
         completion, reason = rounded_up(min_length), why
     if kind == "single" and completion > room >= max(LEAST_COMPLETION, min_length):

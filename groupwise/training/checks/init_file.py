@@ -46,7 +46,7 @@ def render(title: str, command_lines: Sequence[str], choices: Iterable[Choice]) 
     """The content of the file. `title` is a sentence about it, `command_lines` are the commands."""
     content = CommentedMap()
     for choice in choices:
-        _put(content, choice)
+        _write_choice(content, choice)
     stream = io.StringIO()
     yaml: Any = YAML()
     yaml.Representer = _WithNull
@@ -57,7 +57,7 @@ def render(title: str, command_lines: Sequence[str], choices: Iterable[Choice]) 
     return f"{comments}\n\n{stream.getvalue()}"
 
 
-def _put(content: Any, choice: Choice) -> None:
+def _write_choice(content: Any, choice: Choice) -> None:
     *sections, leaf = choice.path
     for section in sections:
         content = content.setdefault(section, CommentedMap())

@@ -125,7 +125,7 @@ def init_from(
         raise UsageError(
             f"{target} exists and is kept. Give --force to write it anew, or another name with --out."
         )
-    translation = translate(file, settings, processes or _processes(settings))
+    translation = translate(file, settings, processes or _device_count(settings))
     if translation.chat_template is not None:
         template = target.with_suffix(".jinja")
         template.write_text(translation.chat_template)
@@ -170,16 +170,16 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
         _read_key(translation, name, value)
     translation.open_r1 = is_open_r1(settings) and file.suffix not in (".py", ".ipynb")
     for step in (
-        _model,
-        _lora,
-        _batch,
-        _length,
-        _algorithm,
-        _schedule,
-        _optimiser,
-        _data,
-        _rewards,
-        _run,
+        _translate_model,
+        _translate_lora,
+        _translate_batch,
+        _translate_length,
+        _translate_algorithm,
+        _translate_schedule,
+        _translate_optimiser,
+        _translate_data,
+        _translate_rewards,
+        _translate_run,
     ):
         step(translation)
     for name, key in SAME.items():
@@ -198,11 +198,11 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
     for name, fate in translation.fates.items():
         if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
             translation.fates[name] = "default"  # it set what is the default here
-    _remark_on_idle_keys(translation)
+    _report_ineffective_keys(translation)
     return translation
 
 
-def _remark_on_idle_keys(translation: Translation) -> None:
+def _report_ineffective_keys(translation: Translation) -> None:
     """Report in one line all keys without effect, and in another all keys at their defaults."""
     remarked_names = {finding.name for finding in translation.findings}
     for outcome, subject, text in (
@@ -220,7 +220,7 @@ def _remark_on_idle_keys(translation: Translation) -> None:
 
 def _read_key(translation: Translation, name: str, value: Any) -> None:
     """Keep a usable value; for any other, decide the fate of its key."""
-    parsed_value = _number(name, value)
+    parsed_value = _parse_number(name, value)
     has_no_effect = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
         name == "model_name_or_path" and translation.file.suffix == ".py"
     )
@@ -241,7 +241,7 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
         translation.lose(name, objection, "unread")
 
 
-def _processes(settings: Mapping[str, Any]) -> int:
+def _device_count(settings: Mapping[str, Any]) -> int:
     """The number of devices of the run, if the file shows it: a dumped config has the number of completions of all devices and of each."""
     count = settings.get("num_processes")
     names = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
@@ -291,7 +291,7 @@ def _leave_out(translation: Translation, key: str, why: str) -> None:
                 _leave_out(translation, other_key, "nothing says where the rows come from")
 
 
-def _number(name: str, value: Any) -> Any:
+def _parse_number(name: str, value: Any) -> Any:
     """A number that is written as text, because TRL's YAML reads 1e-6 as text."""
     if name in NUMBERS and isinstance(value, str):
         try:
@@ -369,7 +369,7 @@ def _report_not_taken(translation: Translation, name: str) -> None:
         translation.lose(name, "is not taken over: nothing here has that name")
 
 
-def _model(translation: Translation) -> None:
+def _translate_model(translation: Translation) -> None:
     if "model_name_or_path" not in translation.given:
         translation.choose(
             "model.name", "tiny", f"{translation.file.name} names no model: put yours here."
@@ -397,7 +397,7 @@ def _model(translation: Translation) -> None:
             translation.choose("model.chat_template", template, translation.origin("chat_template"))
 
 
-def _lora(translation: Translation) -> None:
+def _translate_lora(translation: Translation) -> None:
     call = translation.given.pop("lora_call", "")
     translation.fates.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
@@ -448,7 +448,7 @@ def _lora(translation: Translation) -> None:
         )
 
 
-def _batch(translation: Translation) -> None:
+def _translate_batch(translation: Translation) -> None:
     """Translate the batch size: a step of TRL has per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
     generations = _choose_or_default(
         translation, "training.num_generations", "num_generations", TRL_GENERATIONS
@@ -507,7 +507,7 @@ def _batch(translation: Translation) -> None:
         )
 
 
-def _length(translation: Translation) -> None:
+def _translate_length(translation: Translation) -> None:
     _choose_or_default(
         translation, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH
     )
@@ -524,7 +524,7 @@ def _length(translation: Translation) -> None:
         translation.choose("sampler.stop", texts, translation.origin("stop"))
 
 
-def _algorithm(translation: Translation) -> None:
+def _translate_algorithm(translation: Translation) -> None:
     loss = str(translation.take("loss_type", "dapo"))
     level = translation.take("importance_sampling_level", "token")
     kind = "gspo" if level == "sequence" else LOSSES.get(loss)
@@ -575,11 +575,11 @@ def _algorithm(translation: Translation) -> None:
             translation.lose(
                 "scale_rewards", f"{scale!r:.40} is not taken over: there are group, batch, none"
             )
-    _clip(translation, kind)
-    _correction(translation)
+    _translate_clip(translation, kind)
+    _translate_correction(translation)
 
 
-def _clip(translation: Translation, kind: str) -> None:
+def _translate_clip(translation: Translation, kind: str) -> None:
     """Translate the clip range for algorithms with another default or notation."""
     if kind == "gspo":
         _choose_or_default(translation, "algorithm.epsilon", "epsilon", 0.2)
@@ -599,7 +599,7 @@ def _clip(translation: Translation, kind: str) -> None:
             )
 
 
-def _correction(translation: Translation) -> None:
+def _translate_correction(translation: Translation) -> None:
     """Translate TRL's correction for differences between vLLM's and the learner's log-probabilities."""
     names = [
         f"vllm_importance_sampling_{suffix}" for suffix in ("correction", "mode", "cap", "clip_min")
@@ -622,7 +622,7 @@ def _correction(translation: Translation) -> None:
         translation.lose(names[3], "is not taken over: ratios have a cap alone")
 
 
-def _schedule(translation: Translation) -> None:
+def _translate_schedule(translation: Translation) -> None:
     _choose_or_default(translation, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
     schedule = str(translation.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
     scheduler_args = translation.take("lr_scheduler_kwargs", {})
@@ -658,10 +658,10 @@ def _schedule(translation: Translation) -> None:
         translation.lose(
             "lr_scheduler_kwargs", f"{unsupported_args!r:.80} is not taken over: {floor}"
         )
-    _warm_up(translation, schedule)
+    _translate_warmup(translation, schedule)
 
 
-def _warm_up(translation: Translation, schedule: str) -> None:
+def _translate_warmup(translation: Translation, schedule: str) -> None:
     warmup = translation.take("warmup_steps", 0)
     if "warmup_steps" in translation.given:
         key = "warmup_ratio" if warmup < 1 else "warmup_steps"
@@ -678,7 +678,7 @@ def _warm_up(translation: Translation, schedule: str) -> None:
         )
 
 
-def _optimiser(translation: Translation) -> None:
+def _translate_optimiser(translation: Translation) -> None:
     optimiser = str(translation.take("optim", "adamw"))
     if "adamw" not in optimiser:
         translation.lose("optim", f"{optimiser} is not taken over: the optimiser is AdamW")
@@ -688,13 +688,15 @@ def _optimiser(translation: Translation) -> None:
         )
 
 
-def _rewards(translation: Translation) -> None:
+def _translate_rewards(translation: Translation) -> None:
     names = translation.take("reward_funcs", list(OPEN_R1_REWARDS) if translation.open_r1 else [])
     reward_names = cast("list[Any]", names) if isinstance(names, list) else [names]
     module = translation.file.name if translation.file.suffix == ".py" else "rewards.py"
     entries: list[Any] = []
     weights: list[Any] = []
-    for name, weight in zip(reward_names, _weights(translation, len(reward_names)), strict=True):
+    for name, weight in zip(
+        reward_names, _reward_weights(translation, len(reward_names)), strict=True
+    ):
         entry, remark, is_lost = entry_of(name, module, translation.given, translation.open_r1)
         if entry is not None and entry in entries:
             remark, is_lost = (
@@ -749,7 +751,7 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
         translation.choose("rewards.reward_weights", weights, translation.origin("reward_weights"))
 
 
-def _weights(translation: Translation, count: int) -> list[Any]:
+def _reward_weights(translation: Translation, count: int) -> list[Any]:
     """The weight of each reward, in order; all None if the file has no usable weights."""
     weights = translation.take("reward_weights")
     if weights is None:
@@ -781,7 +783,7 @@ def _warn_of_scripts(translation: Translation, modules: set[str]) -> None:
             )
 
 
-def _data(translation: Translation) -> None:
+def _translate_data(translation: Translation) -> None:
     name = "dataset_mixture" if "dataset_mixture" in translation.given else "datasets"
     mixture: Any = translation.take(name)
     if isinstance(mixture, list):  # in TRL, the keys of a mixture are at the top level
@@ -790,7 +792,7 @@ def _data(translation: Translation) -> None:
             "test_split_size": translation.take("test_split_size"),
         }
     options = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
-    sets = list(_sets(translation, name, options.get("datasets")))
+    sets = list(_translate_datasets(translation, name, options.get("datasets")))
     if sets:
         translation.choose("data.dataset_mixture", sets, translation.origin(name))
         for key in ("seed", "test_split_size"):
@@ -817,7 +819,9 @@ def _evaluates(translation: Translation) -> bool:
     return translation.given.get("eval_strategy", "no") not in ("no", False)
 
 
-def _sets(translation: Translation, name: str, datasets: Any) -> Iterator[dict[str, Any]]:
+def _translate_datasets(
+    translation: Translation, name: str, datasets: Any
+) -> Iterator[dict[str, Any]]:
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
     for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
         if not isinstance(dataset, Mapping):
@@ -849,7 +853,7 @@ def _sets(translation: Translation, name: str, datasets: Any) -> Iterator[dict[s
         yield entry
 
 
-def _run(translation: Translation) -> None:
+def _translate_run(translation: Translation) -> None:
     output_dir = translation.take("output_dir")
     if isinstance(output_dir, str) and output_dir.strip("./ "):
         folder = Path(output_dir)
@@ -867,7 +871,7 @@ def _run(translation: Translation) -> None:
             "dataset_test_split",
             "is not taken over: without eval_strategy nothing is evaluated on it",
         )
-    _sinks(translation)
+    _translate_sinks(translation)
     eval_steps = translation.take("eval_steps")
     strategy = translation.take("eval_strategy")
     if strategy == "steps":
@@ -892,7 +896,7 @@ def _run(translation: Translation) -> None:
             translation.fates[name] = "default"
 
 
-def _sinks(translation: Translation) -> None:
+def _translate_sinks(translation: Translation) -> None:
     sinks = translation.take("report_to")
     sink_names = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
     supported = [

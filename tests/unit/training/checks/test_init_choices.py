@@ -10,7 +10,7 @@ from groupwise.training.checks.init_choices import (
     MAX_STEP_SECONDS,
     SLOTS,
     Draft,
-    choose_beside_given,
+    choose_required_keys,
     choose_lengths,
     choose_step,
     choose_trained,
@@ -54,7 +54,7 @@ def values(chosen: Draft, *keys: str) -> tuple[object, ...]:
 def test_the_rest_is_chosen_around_what_was_given(words, expected):
     """From the first draft on, since it is loaded before anything is measured."""
     chosen = draft(*words.split("; "))
-    choose_beside_given(chosen)
+    choose_required_keys(chosen)
     chosen.load()
     choose_step(chosen, "cpu", 2)
     choose_lengths(chosen, 40, "measured", (64, "wanted"), 4096)
