@@ -87,10 +87,10 @@ def _to_members(group: Group, values: Sequence[float]) -> tuple[float | None, ..
 
 def scored_rewards(group: Group) -> list[float]:
     """The rewards of a group's scored members, in their order."""
-    return [_reward(rollout) for rollout in group.scored]
+    return [_checked_reward(rollout) for rollout in group.scored]
 
 
-def _reward(rollout: Rollout) -> float:
+def _checked_reward(rollout: Rollout) -> float:
     label = f"draw {rollout.draw}, member {rollout.member}"
     assert rollout.reward is not None, f"{label} is scored, but has no reward"
     assert math.isfinite(rollout.reward), f"{label} is scored {rollout.reward}"

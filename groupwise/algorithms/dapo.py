@@ -68,19 +68,19 @@ class Dapo(Clipped):
 
     def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Raise ValueError for a cache longer than the limit, and TaskError for a reward with the name of the punishment."""
-        if self._cache(max_length):
+        if self._cache_length(max_length):
             check_names(rewards)
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
         """The group with the soft over-long punishment. Raises the errors of `check`."""
-        cache = self._cache(max_completion_length)
+        cache = self._cache_length(max_completion_length)
         if cache == 0:
             return group
         return with_overlong_punishment(
             group, max_completion_length, cache, self.soft_punish_factor
         )
 
-    def _cache(self, max_length: int) -> int:
+    def _cache_length(self, max_length: int) -> int:
         """Number of tokens before the limit over which the reward sinks."""
         cache = self.soft_punish_cache
         if cache is None:

@@ -79,13 +79,15 @@ class Given:
                 "The loss `given` needs the credit of each token, but the batch has none. Fill `Row.credits`, or take an algorithm."
             )
         credits_BT = batch.credits_BT.masked_fill(batch.mask_BT == 0, 0.0)
-        value_BT, stats = self._value(batch, credits_BT)
+        value_BT, stats = self._token_values(batch, credits_BT)
         total = -value_BT.masked_fill(batch.mask_BT == 0, 0.0).sum()
         return LossResult(
             {"policy": total}, ops.sum_stats({**ops.token_stats(batch), **stats}, value_BT)
         )
 
-    def _value(self, batch: TokenBatch, credits_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _token_values(
+        self, batch: TokenBatch, credits_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The value to maximise, and statistics, both per token."""
         outside_mask = batch.mask_BT == 0
         logprobs_BT = batch.policy_logprobs_BT.masked_fill(outside_mask, 0.0)

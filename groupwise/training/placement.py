@@ -118,13 +118,13 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     Raises ConfigError if the machine cannot have the configured processes, UsageError if the server does not respond or refuses.
     """
     if config.run.server is not None:
-        return _of_server(config.run.server, "training", config, longest_prompt)
-    layout = _of_tunix(config) if config.model.backend == "tunix" else _layout(config)
+        return _server_layout(config.run.server, "training", config, longest_prompt)
+    layout = _tunix_layout(config) if config.model.backend == "tunix" else _local_layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
-    return replace(layout, slots=config.sampler.max_num_seqs or _slots(config, layout))
+    return replace(layout, slots=config.sampler.max_num_seqs or _slot_count(config, layout))
 
 
-def _slots(config: RunConfig, layout: Layout) -> int:
+def _slot_count(config: RunConfig, layout: Layout) -> int:
     """Enough slots for the rollouts of a step, limited by memory and by the number beyond which more slots do not pay."""
     rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
     if layout.device == "cpu" or config.model.backend == "tunix":
@@ -138,11 +138,11 @@ def _slots(config: RunConfig, layout: Layout) -> int:
 def supervised_layout(config: SftConfig) -> Layout:
     """Like `choose_layout`, for runs that sample nothing."""
     if config.run.server is not None:
-        return _of_server(config.run.server, "supervised", config, None)
-    return _layout(config)
+        return _server_layout(config.run.server, "supervised", config, None)
+    return _local_layout(config)
 
 
-def _of_server(
+def _server_layout(
     url: str, kind: Literal["training", "supervised"], config: AnyConfig, longest_prompt: int | None
 ) -> Layout:
     from groupwise.engine.backends.remote.parts import planned_layout
@@ -163,7 +163,7 @@ def layout_told(facts: Mapping[str, Any]) -> Layout:
 
 def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
     """A warning if more threads compute on this machine than it has cores; None otherwise."""
-    cores = _cores()
+    cores = _total_cores()
     if elsewhere or layout.all_threads <= cores:
         return None
     return (
@@ -173,13 +173,13 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
     )
 
 
-def _cores() -> int:
+def _total_cores() -> int:
     """Number of cores of all machines, which are assumed to be alike."""
     launch = read_launch()
     return available_cores() * (launch.machines if launch is not None else 1)
 
 
-def _of_tunix(config: RunConfig) -> Layout:
+def _tunix_layout(config: RunConfig) -> Layout:
     """The layout of a worker in Tunix's environment, on all devices that JAX sees or as many as the mesh has."""
     from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
 
@@ -200,7 +200,7 @@ def _of_tunix(config: RunConfig) -> Layout:
     )
 
 
-def _layout(config: AnyConfig) -> Layout:
+def _local_layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
     learners, samplers, launch = config.distributed.learners, samplers_of(config), read_launch()
     refuse_other_number(launch, learners)
@@ -217,7 +217,7 @@ def _layout(config: AnyConfig) -> Layout:
             "CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )
     separate = learners > 1 or samplers > 0
-    processes = learners + samplers if separate else _processes(config, device)
+    processes = learners + samplers if separate else _process_count(config, device)
     if config.model.backend == "unsloth":
         version = f"{prefork.torch_version()}, unsloth {library.installed_version()}"
     else:
@@ -225,7 +225,7 @@ def _layout(config: AnyConfig) -> Layout:
     return Layout(
         device=device,
         dtype=prefork.choose_dtype(config.model, config.lora is None, device),
-        threads=config.run.threads or max(_cores(), processes),
+        threads=config.run.threads or max(_total_cores(), processes),
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
@@ -261,7 +261,7 @@ def samplers_of(config: AnyConfig) -> int:
     return config.distributed.samplers if isinstance(config, RunConfig) else 0
 
 
-def _processes(config: AnyConfig, device: str) -> int:
+def _process_count(config: AnyConfig, device: str) -> int:
     """The configured number of processes, or a suitable one."""
     configured = config.run.processes
     can_share = device == "cpu" and sys.platform.startswith("linux")

@@ -67,7 +67,7 @@ class Translation:
     """A foreign config during its translation."""
 
     file: Path
-    given: dict[str, Any]
+    settings: dict[str, Any]
     """The file's keys under their usual names."""
     processes: int
     open_r1: bool = False
@@ -83,9 +83,9 @@ class Translation:
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value of a foreign key, which then counts as taken."""
-        if name in self.given:
+        if name in self.settings:
             self.fates.setdefault(name, "taken")
-        return self.given.get(name, default)
+        return self.settings.get(name, default)
 
     def origin(self, name: str) -> str:
         """The reason for a value that comes from the file."""
@@ -98,7 +98,7 @@ class Translation:
     def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
         """Report a setting that is not taken over, and why."""
         self.findings.append(Finding(name, "warning", text))
-        if name in self.given or fate == "unread":
+        if name in self.settings or fate == "unread":
             self.fates[name] = fate
 
     @property
@@ -183,9 +183,9 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
     ):
         step(translation)
     for name, key in SAME.items():
-        if name in translation.given and name not in translation.fates:
-            _take_same(translation, name, key)
-    for name in translation.given:
+        if name in translation.settings and name not in translation.fates:
+            _take_unchanged(translation, name, key)
+    for name in translation.settings:
         if name not in translation.fates:
             _report_not_taken(translation, name)
     _leave_out_invalid_values(translation)
@@ -227,11 +227,11 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
     if name in MAY_BE_NULL and (value is None or value == 0):
         translation.choose(SAME[name], None, translation.origin(name))
         translation.fates[name] = "taken"
-    elif not (objection := _unfit(name, parsed_value)):
-        if _stands_at_default(name, parsed_value):
+    elif not (objection := _rejection_reason(name, parsed_value)):
+        if _is_at_default(name, parsed_value):
             translation.fates[name] = "default"
         else:
-            translation.given[name] = parsed_value
+            translation.settings[name] = parsed_value
     elif name in NO_EQUAL:
         translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
         translation.fates[name] = "no equal"
@@ -301,7 +301,7 @@ def _parse_number(name: str, value: Any) -> Any:
     return value
 
 
-def _stands_at_default(name: str, value: Any) -> bool:
+def _is_at_default(name: str, value: Any) -> bool:
     """True if a key changes nothing: it is empty, or has the default of both TRL and this package."""
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True
@@ -311,7 +311,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
     )
 
 
-def _unfit(name: str, value: Any) -> str | None:
+def _rejection_reason(name: str, value: Any) -> str | None:
     """Why a value cannot be taken over; None if it can."""
     if isinstance(value, Unread):
         return f"is not taken over: {value.explanation}. {value.remedy}"
@@ -326,7 +326,7 @@ def _unfit(name: str, value: Any) -> str | None:
     return None
 
 
-def _take_same(translation: Translation, name: str, key: str) -> None:
+def _take_unchanged(translation: Translation, name: str, key: str) -> None:
     """Take a value whose key has the same meaning here, if our section has that key."""
     section, _, own_key = key.partition(".")
     algorithm = translation.choices.get("algorithm.type")
@@ -347,7 +347,7 @@ def _take_same(translation: Translation, name: str, key: str) -> None:
 
 def _choose_or_default(translation: Translation, key: str, name: str, default: Any) -> Any:
     """Write a foreign key's value under ours, or TRL's default if the file lacks the key. Returns the value."""
-    reason = translation.origin(name) if name in translation.given else "TRL's default."
+    reason = translation.origin(name) if name in translation.settings else "TRL's default."
     value = translation.take(name, default)
     translation.choose(key, value, reason)
     return value
@@ -355,7 +355,7 @@ def _choose_or_default(translation: Translation, key: str, name: str, default: A
 
 def _report_not_taken(translation: Translation, name: str) -> None:
     """Report a key that is not taken over."""
-    value = translation.given[name]
+    value = translation.settings[name]
     advice = foreign_advice(RunConfig, name)
     if name in NO_EQUAL:
         translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
@@ -370,7 +370,7 @@ def _report_not_taken(translation: Translation, name: str) -> None:
 
 
 def _translate_model(translation: Translation) -> None:
-    if "model_name_or_path" not in translation.given:
+    if "model_name_or_path" not in translation.settings:
         translation.choose(
             "model.name", "tiny", f"{translation.file.name} names no model: put yours here."
         )
@@ -379,7 +379,7 @@ def _translate_model(translation: Translation) -> None:
                 "model_name_or_path",
                 "is not in the file: model.name is `tiny` until you name yours",
             )
-    if translation.given.get("load_in_4bit") or translation.given.get("load_in_8bit"):
+    if translation.settings.get("load_in_4bit") or translation.settings.get("load_in_8bit"):
         translation.choose(
             "model.backend", "unsloth", "Weights in 4 or 8 bits are held by this backend."
         )
@@ -398,21 +398,21 @@ def _translate_model(translation: Translation) -> None:
 
 
 def _translate_lora(translation: Translation) -> None:
-    call = translation.given.pop("lora_call", "")
+    call = translation.settings.pop("lora_call", "")
     translation.fates.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
     source_key = "full_finetuning" if translation.take("full_finetuning") else "use_peft"
     is_full = source_key == "full_finetuning" or translation.fates.get("use_peft") == "default"
-    if is_full or not (call or any(key in translation.given for key in keys)):
+    if is_full or not (call or any(key in translation.settings for key in keys)):
         translation.choose(
             "lora",
             None,
             translation.origin(source_key)
-            if source_key in translation.given
+            if source_key in translation.settings
             else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
-            if name in translation.given:
+            if name in translation.settings:
                 translation.fates[name] = "default"
         return
     if translation.take("use_peft"):
@@ -426,11 +426,11 @@ def _translate_lora(translation: Translation) -> None:
         origin = f"The default of {call or 'TRL'}."
         name = f"lora_{key}"
         value = translation.take(name, default)
-        if name in translation.given or key != "dropout" or default:
+        if name in translation.settings or key != "dropout" or default:
             translation.choose(
                 f"lora.{key}",
                 value,
-                translation.origin(name) if name in translation.given else origin,
+                translation.origin(name) if name in translation.settings else origin,
             )
     modules = translation.take("lora_target_modules")
     if modules:
@@ -481,7 +481,7 @@ def _translate_batch(translation: Translation) -> None:
     reuse = Fraction(accumulation if steps is None else steps, accumulation)
     name = (
         "steps_per_generation"
-        if "steps_per_generation" in translation.given
+        if "steps_per_generation" in translation.settings
         else "generation_batch_size"
     )
     if reuse > 1 and reuse.denominator == 1:
@@ -498,12 +498,12 @@ def _translate_batch(translation: Translation) -> None:
     elif reuse < 1:
         translation.remark(
             name,
-            f"{translation.given[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
+            f"{translation.settings[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
         )
     elif reuse > 1:
         translation.lose(
             name,
-            f"{translation.given[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",
+            f"{translation.settings[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",
         )
 
 
@@ -514,7 +514,7 @@ def _translate_length(translation: Translation) -> None:
     steps = translation.take("max_steps", -1)
     if steps > 0:
         translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
-        if "num_train_epochs" in translation.given:
+        if "num_train_epochs" in translation.settings:
             translation.fates["num_train_epochs"] = "default"
     else:
         translation.choose("training.max_steps", None, "Epochs say how long.")
@@ -541,7 +541,7 @@ def _translate_algorithm(translation: Translation) -> None:
         )
         kind = "dapo"
     if kind == "dapo":
-        is_given = "loss_type" in translation.given
+        is_given = "loss_type" in translation.settings
         reason = f"From {origin}." if is_given else f"{origin}: the loss that TRL has by default."
         translation.choose("algorithm.preset", "trl_default", reason)
         if loss == "bnpo":
@@ -554,7 +554,7 @@ def _translate_algorithm(translation: Translation) -> None:
     if kind == "gspo" and loss != "grpo":
         translation.remark(
             "loss_type",
-            f"{loss}{'' if 'loss_type' in translation.given else ', as TRL has it without that key,'} "
+            f"{loss}{'' if 'loss_type' in translation.settings else ', as TRL has it without that key,'} "
             f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
         )
     scale = translation.take("scale_rewards")
@@ -583,7 +583,7 @@ def _translate_clip(translation: Translation, kind: str) -> None:
     """Translate the clip range for algorithms with another default or notation."""
     if kind == "gspo":
         _choose_or_default(translation, "algorithm.epsilon", "epsilon", 0.2)
-        high = "epsilon_high" if "epsilon_high" in translation.given else "epsilon"
+        high = "epsilon_high" if "epsilon_high" in translation.settings else "epsilon"
         _choose_or_default(translation, "algorithm.epsilon_high", high, 0.2)
     elif kind == "cispo":
         if isinstance(cap := translation.take("epsilon_high"), int | float) and cap > 1:
@@ -605,9 +605,9 @@ def _translate_correction(translation: Translation) -> None:
         f"vllm_importance_sampling_{suffix}" for suffix in ("correction", "mode", "cap", "clip_min")
     ]
     correction, mode, cap, _ = map(translation.take, names)
-    if not translation.given.get("use_vllm") or not correction:
+    if not translation.settings.get("use_vllm") or not correction:
         for name in names:
-            if name in translation.given:
+            if name in translation.settings:
                 translation.fates[name] = "default"
         return
     translation.choose(
@@ -618,7 +618,7 @@ def _translate_correction(translation: Translation) -> None:
     )
     if cap is not None:
         translation.choose("algorithm.importance_sampling_cap", cap, translation.origin(names[2]))
-    if names[3] in translation.given:
+    if names[3] in translation.settings:
         translation.lose(names[3], "is not taken over: ratios have a cap alone")
 
 
@@ -632,7 +632,7 @@ def _translate_schedule(translation: Translation) -> None:
     scheduler, default_args, difference = SCHEDULES.get(
         schedule, ("linear", {}, "is no course of transformers")
     )
-    if "lr_scheduler_type" in translation.given:
+    if "lr_scheduler_type" in translation.settings:
         translation.choose(
             "training.lr_scheduler_type", scheduler, translation.origin("lr_scheduler_type")
         )
@@ -663,15 +663,15 @@ def _translate_schedule(translation: Translation) -> None:
 
 def _translate_warmup(translation: Translation, schedule: str) -> None:
     warmup = translation.take("warmup_steps", 0)
-    if "warmup_steps" in translation.given:
+    if "warmup_steps" in translation.settings:
         key = "warmup_ratio" if warmup < 1 else "warmup_steps"
         translation.choose(f"training.{key}", warmup, translation.origin("warmup_steps"))
-        if "warmup_ratio" in translation.given:
+        if "warmup_ratio" in translation.settings:
             translation.fates["warmup_ratio"] = "default"  # the steps have priority, in TRL as well
-    if schedule == "constant" and translation.given.keys() & {"warmup_steps", "warmup_ratio"}:
+    if schedule == "constant" and translation.settings.keys() & {"warmup_steps", "warmup_ratio"}:
         for name in ("warmup_steps", "warmup_ratio"):
             translation.choices.pop(f"training.{name}", None)
-            if name in translation.given:
+            if name in translation.settings:
                 translation.fates[name] = "default"
         translation.remark(
             "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
@@ -697,7 +697,7 @@ def _translate_rewards(translation: Translation) -> None:
     for name, weight in zip(
         reward_names, _reward_weights(translation, len(reward_names)), strict=True
     ):
-        entry, remark, is_lost = entry_of(name, module, translation.given, translation.open_r1)
+        entry, remark, is_lost = entry_of(name, module, translation.settings, translation.open_r1)
         if entry is not None and entry in entries:
             remark, is_lost = (
                 f"`{name}` is not taken over: `{entry}` does the same, and is there already",
@@ -731,17 +731,17 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
     entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
         for name, (key, _) in parameters.items():
-            if name in translation.given:
+            if name in translation.settings:
                 is_used = any(entry["name"] == reward and key in entry for entry in dict_entries)
                 translation.fates.setdefault(name, "taken" if is_used else "default")
                 entries_text += [name] if is_used else []
     if not rewards:
-        if "reward_weights" in translation.given:
+        if "reward_weights" in translation.settings:
             translation.lose(
                 "reward_weights", "is not taken over: no reward is left that it weighs"
             )
         return
-    is_given = "reward_funcs" in translation.given
+    is_given = "reward_funcs" in translation.settings
     origin = translation.origin("reward_funcs") if is_given else "open-r1's default."
     if entries_text:
         origin += f" Their parameters are from {', '.join(entries_text)}."
@@ -784,7 +784,7 @@ def _warn_of_scripts(translation: Translation, modules: set[str]) -> None:
 
 
 def _translate_data(translation: Translation) -> None:
-    name = "dataset_mixture" if "dataset_mixture" in translation.given else "datasets"
+    name = "dataset_mixture" if "dataset_mixture" in translation.settings else "datasets"
     mixture: Any = translation.take(name)
     if isinstance(mixture, list):  # in TRL, the keys of a mixture are at the top level
         mixture = {
@@ -799,9 +799,9 @@ def _translate_data(translation: Translation) -> None:
             if (value := options.get(key)) is not None:
                 translation.choose(f"data.{key}", value, translation.origin(f"{name}, {key},"))
         for key in ("dataset_name", "dataset_config", "dataset_test_split"):
-            if key in translation.given:
+            if key in translation.settings:
                 translation.lose(key, f"is not taken over: {name} names the data")
-    elif "dataset_name" in translation.given:
+    elif "dataset_name" in translation.settings:
         translation.choose(
             "data.dataset_name",
             translation.take("dataset_name"),
@@ -816,7 +816,7 @@ def _translate_data(translation: Translation) -> None:
 
 
 def _evaluates(translation: Translation) -> bool:
-    return translation.given.get("eval_strategy", "no") not in ("no", False)
+    return translation.settings.get("eval_strategy", "no") not in ("no", False)
 
 
 def _translate_datasets(
@@ -862,10 +862,10 @@ def _translate_run(translation: Translation) -> None:
             str(folder.parent) if str(folder.parent) != "." else "runs",
             translation.origin("output_dir"),
         )
-        if not translation.given.get("run_name"):
+        if not translation.settings.get("run_name"):
             translation.choose("run.name", folder.name, translation.origin("output_dir"))
-    evaluates = translation.given.get("do_eval") or _evaluates(translation)
-    if "dataset_test_split" in translation.given and not evaluates:
+    evaluates = translation.settings.get("do_eval") or _evaluates(translation)
+    if "dataset_test_split" in translation.settings and not evaluates:
         translation.fates["dataset_test_split"] = "default"
         translation.remark(
             "dataset_test_split",
@@ -878,7 +878,7 @@ def _translate_run(translation: Translation) -> None:
         steps_key = "eval_steps" if eval_steps else "logging_steps"
         steps = translation.take(steps_key, 10)
         origin = (
-            translation.origin(steps_key) if steps_key in translation.given else "TRL's default."
+            translation.origin(steps_key) if steps_key in translation.settings else "TRL's default."
         )
         translation.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
@@ -887,8 +887,11 @@ def _translate_run(translation: Translation) -> None:
             translation.lose(
                 "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
             )
-    if translation.given.get("push_to_hub") is not True or "hub_model_id" not in translation.given:
-        for name in translation.given.keys() & {
+    if (
+        translation.settings.get("push_to_hub") is not True
+        or "hub_model_id" not in translation.settings
+    ):
+        for name in translation.settings.keys() & {
             "hub_model_id",
             "hub_model_revision",
             "hub_private_repo",
@@ -914,6 +917,8 @@ def _translate_sinks(translation: Translation) -> None:
         if "wandb" not in supported
         else set[str]()
     )
-    for name in translation.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
+    for name in translation.settings.keys() & (
+        names | (set() if tables else {"log_unique_prompts"})
+    ):
         translation.fates[name] = "default"
         translation.remark(name, "is not taken over: report_to names no such sink")

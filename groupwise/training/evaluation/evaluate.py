@@ -293,7 +293,7 @@ async def answer_held_out(
 
     async def answer(index: int) -> Group:
         nonlocal done
-        group = await _sample(held_out_set, sampler, tokenizer, index)
+        group = await _sample_group(held_out_set, sampler, tokenizer, index)
         if held_out_set.scores_rewards:
             group = await score_group(scorer, group, *trainer)
         done += 1
@@ -322,14 +322,16 @@ async def answer_held_out(
     failed = sum(_is_failure(row) for row in rows)
     own_metrics = {**means, "rollouts/failed": float(failed)} if failed else means
     # Built-in metrics have priority: a task's metric of the same name is renamed to `task/<name>`.
-    numbers = _numbers(details).items()
+    numbers = _numeric_metrics(details).items()
     task_metrics = {
         f"task/{name}" if name in own_metrics else name: value for name, value in numbers
     }
     return EvalResult(policy, {**own_metrics, **task_metrics}, details, rows)
 
 
-async def _sample(held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
+async def _sample_group(
+    held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int
+) -> Group:
     """Sample all answers to one prompt. Their seeds depend only on prompt and sample, not on the time of the evaluation."""
     rollouts = held_out_set.rollouts or Single(partial(completion_text, tokenizer))
     ask = Ask(
@@ -377,13 +379,13 @@ def evaluate_each(
     output: Path | None = None,
 ) -> list[EvalResult]:
     """Evaluate several policies in the same way, one after the other; all of them are looked up before the first is loaded."""
-    loaded = _load(config, overrides, samples_per_prompt, policies, output)
+    loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
     with build.expected_ranks(loaded.config):
-        resolved_task, settings, found_policies = _resolve(loaded, task, policies, output)
+        resolved_task, settings, found_policies = _resolve_request(loaded, task, policies, output)
         results: list[EvalResult] = []
         for weights in found_policies:
             build.expect_ranks(settings)
-            results.append(run_to_end(_evaluate(settings, resolved_task, weights, output)))
+            results.append(run_to_end(_evaluate_policy(settings, resolved_task, weights, output)))
         return results
 
 
@@ -397,10 +399,10 @@ def plan_each(
     output: Path | None = None,
 ) -> dict[str, Any]:
     """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
-    loaded = _load(config, overrides, samples_per_prompt, policies, output)
-    resolved_task, settings, found_policies = _resolve(loaded, task, policies, output)
-    prepared = _prepare(settings, resolved_task)
-    places = [_result_place(resolved_task, weights, settings) for weights in found_policies]
+    loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
+    resolved_task, settings, found_policies = _resolve_request(loaded, task, policies, output)
+    prepared = _prepare_evaluation(settings, resolved_task)
+    places = [_result_location(resolved_task, weights, settings) for weights in found_policies]
     return {
         "config": resolved_values(settings),
         "plan": {
@@ -417,7 +419,7 @@ def plan_each(
     }
 
 
-def _load(
+def _load_config(
     config: Path | str | Mapping[str, Any] | RunConfig,
     overrides: Sequence[str],
     samples_per_prompt: int | None,
@@ -433,7 +435,7 @@ def _load(
     return load_config(config, overrides)
 
 
-def _resolve(
+def _resolve_request(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
 ) -> tuple[Task, RunConfig, list[FoundPolicy]]:
     """The task, the config with the task's own keys, and the policies. Raises UsageError also if results could not be written."""
@@ -442,7 +444,7 @@ def _resolve(
     settings = with_task_schema(loaded, resolved_task.config_schema()).config
     found_policies = [_find_policy(policy, settings) for policy in policies]
     for weights in found_policies:
-        check_writable(*_result_place(resolved_task, weights, settings), output)
+        check_writable(*_result_location(resolved_task, weights, settings), output)
     return resolved_task, settings, found_policies
 
 
@@ -458,7 +460,7 @@ def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedEvaluation:
     """The prompts and the rubric, prepared before a model is loaded."""
 
     tokenizer: Any
@@ -466,7 +468,7 @@ class _Prepared:
     rubric: Rubric | None
 
 
-def _prepare(config: RunConfig, task: Task) -> _Prepared:
+def _prepare_evaluation(config: RunConfig, task: Task) -> _PreparedEvaluation:
     tokenizer = prefork.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
@@ -480,7 +482,7 @@ def _prepare(config: RunConfig, task: Task) -> _Prepared:
     if rubric is not None:
         in_workers = rollout_builder.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
-    return _Prepared(tokenizer, prompts, rubric)
+    return _PreparedEvaluation(tokenizer, prompts, rubric)
 
 
 def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
@@ -491,12 +493,12 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     resolved_task = rollout_builder.task_of(loaded.config, task)
     if not loaded.config.eval.before_and_after or not resolved_task.has("get_eval_dataset"):
         return None
-    resolved_task, settings, [policy] = _resolve(loaded, task, ["base"], None)
+    resolved_task, settings, [policy] = _resolve_request(loaded, task, ["base"], None)
     with build.expected_ranks(settings):
         return run_to_end(_answer_and_score(settings, resolved_task, policy))[0]
 
 
-async def _evaluate(
+async def _evaluate_policy(
     config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
 ) -> EvalResult:
     result, fingerprint = await _answer_and_score(config, task, policy)
@@ -509,14 +511,16 @@ async def _evaluate(
         "details": result.details,
         "rows": result.rows,
     }
-    return replace(result, path=write_result(content, *_result_place(task, policy, config), output))
+    return replace(
+        result, path=write_result(content, *_result_location(task, policy, config), output)
+    )
 
 
 async def _answer_and_score(
     config: RunConfig, task: Task, policy: FoundPolicy
 ) -> tuple[EvalResult, str]:
     """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
-    asked_for = _prepare(config, task)
+    asked_for = _prepare_evaluation(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = placement.choose_layout(config, prompts.longest)
     scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
@@ -532,7 +536,7 @@ async def _answer_and_score(
         await scorer.close()
 
 
-def _result_place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
+def _result_location(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
     """Folder and name of the result file: in the policy's run or, without a run, next to the folder of runs."""
     return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
 
@@ -541,7 +545,7 @@ def _is_failure(row: Mapping[str, Any]) -> bool:
     return row["outcome"] in ("failed", "timed_out")
 
 
-def _numbers(details: Mapping[str, Any]) -> dict[str, float]:
+def _numeric_metrics(details: Mapping[str, Any]) -> dict[str, float]:
     """The task's numeric metrics: those in its `metrics` sub-dict or, without one, at the top level."""
     metrics = details.get("metrics", details)
     return {

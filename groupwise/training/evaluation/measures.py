@@ -105,11 +105,11 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     for name in ANSWER_NOTES:
         for group in groups:
             if any(name in rollout.notes for rollout in group.rollouts):
-                notes.setdefault(_origin(group.example), name)
+                notes.setdefault(_example_origin(group.example), name)
     rows: list[dict[str, Any]] = []
     for group in groups:
         label = label_of(group.example)
-        note = notes.get(_origin(group.example))
+        note = notes.get(_example_origin(group.example))
         identity = {"example": group.example.index, "key": key_of(group.example)}
         identity |= {} if label is None else {"task": label}
         rows.extend(
@@ -123,7 +123,7 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
                 "outcome": rollout.outcome,
                 "reason": rollout.reason,
                 "success": success.judge(rollout),
-                "answer": _answer(rollout, note),
+                "answer": _vote_answer(rollout, note),
                 "truncated": rollout.truncated,
                 "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.completion_ids),
@@ -202,7 +202,7 @@ def _compute_of(name: str) -> Compute | None:
         return partial(_pass_at_k, k=int(match[1]))
     if match := re.fullmatch(r"rewards/(.+)/mean", name):
         part = match[1]
-        return lambda rows: _mean(
+        return lambda rows: _mean_of_known(
             row["parts"].get(part) for row in rows if row["outcome"] == "scored"
         )
     return _SIMPLE.get(re.sub(r"@\d+$", "@", name))
@@ -212,7 +212,7 @@ def _written_tokens(row: Row) -> float | None:
     return row.get("written", row["tokens"])  # files of other programs may lack the distinction
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return fmean(numbers) if numbers else None
 
@@ -238,21 +238,21 @@ def _majority_vote(rows: Sequence[Row]) -> float | None:
 
 
 _SIMPLE: dict[str, Compute] = {
-    REWARD: lambda rows: _mean(row["reward"] for row in rows),
-    "avg@": lambda rows: _mean(row["success"] for row in _rows_with_verdict(rows)),
+    REWARD: lambda rows: _mean_of_known(row["reward"] for row in rows),
+    "avg@": lambda rows: _mean_of_known(row["success"] for row in _rows_with_verdict(rows)),
     "maj@": _majority_vote,
-    LENGTH: lambda rows: _mean(map(_written_tokens, rows)),
-    WHOLE_LENGTH: lambda rows: _mean(row["tokens"] for row in rows),
-    CLIPPED: lambda rows: _mean(row.get("truncated") for row in rows),
+    LENGTH: lambda rows: _mean_of_known(map(_written_tokens, rows)),
+    WHOLE_LENGTH: lambda rows: _mean_of_known(row["tokens"] for row in rows),
+    CLIPPED: lambda rows: _mean_of_known(row.get("truncated") for row in rows),
 }
 
 
-def _origin(example: Example) -> tuple[str, ...]:
+def _example_origin(example: Example) -> tuple[str, ...]:
     """Label and dataset of an example, which may decide its rewards."""
     return tuple(str(example.columns.get(column)) for column in (TASK_COLUMN, DATASET_COLUMN))
 
 
-def _answer(rollout: Rollout, note: str | None) -> str | None:
+def _vote_answer(rollout: Rollout, note: str | None) -> str | None:
     """The answer as text that is equal for equal answers: 3 and 3.0 are the same number."""
     value = rollout.completion if note is None else rollout.notes.get(note)
     if isinstance(value, float) and value.is_integer():

@@ -3,7 +3,7 @@
 lighteval runs each suite in a separate folder. Its result is written before the next suite starts, so a later failure does not lose it.
 The service is any OpenAI-compatible endpoint, or a server that is started with a policy's weights and ended afterwards.
 
-    results/NAME.json            the result: see `_content`
+    results/NAME.json            the result: see `_result_content`
     results/NAME/log.txt         lighteval's output
     results/NAME/out/            lighteval's own result, with every answer
     results/server-POLICY/       the log of a server
@@ -102,7 +102,7 @@ class SuitesAsked:
 
 
 @dataclass(slots=True)
-class SuitesFound:
+class SuiteResults:
     """The results of the suites."""
 
     label: str
@@ -139,28 +139,28 @@ class SuitesFound:
 
 def evaluate_suites(
     request: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
-) -> SuitesFound:
+) -> SuiteResults:
     """Run all suites, one after the other. Raises UsageError before any work; a failed suite is part of the result."""
     program = lighteval.find_program(request.program)
-    policy = _policy(request)
-    place = _place(request, policy)
+    policy = _resolve_policy(request)
+    results_folder = _results_folder(request, policy)
     for name in request.suites:
-        check_writable(place.parent, result_name(name, policy.label), request.output)
-    outcome = SuitesFound(policy.label)
+        check_writable(results_folder.parent, result_name(name, policy.label), request.output)
+    outcome = SuiteResults(policy.label)
     with sigterm_interrupts():
         if request.endpoint is not None:
             assert request.endpoint_model is not None, "it was checked"
             model_settings = request.asking(request.endpoint, request.endpoint_model)
             run_to_end(
-                _reach(
+                _check_endpoint(
                     Endpoint(
                         model_settings.base_url, model_settings.model, request.api_key_env, 30.0
                     )
                 )
             )
-            _ask_all(request, model_settings, program, policy, outcome, None, on_progress)
+            _run_suites(request, model_settings, program, policy, outcome, None, on_progress)
         else:
-            folder = _new_folder(place, _name(request, "server", policy))
+            folder = _new_folder(results_folder, _folder_name(request, "server", policy))
             on_progress(f"the server begins; its log is {folder / 'server.txt'}")
             assert policy.folder is not None, "it was found"
             with serving(
@@ -171,7 +171,7 @@ def evaluate_suites(
                 api_key_env=request.api_key_env,
                 time_limit=request.time_limit,
             ) as (server, url, model):
-                _ask_all(
+                _run_suites(
                     request,
                     request.asking(url, model),
                     program,
@@ -183,18 +183,22 @@ def evaluate_suites(
     if request.output is not None and outcome.results:
         content = {"kind": KIND, **outcome.summary, "finished_at": time.time()}
         rows = {name: result["rows"] for name, result in outcome.results.items()}
-        outcome.path = write_result({**content, "rows": rows}, place.parent, "", request.output)
+        outcome.path = write_result(
+            {**content, "rows": rows}, results_folder.parent, "", request.output
+        )
     return outcome
 
 
 def plan(request: SuitesAsked) -> dict[str, Any]:
     """The plan of `evaluate_suites` for `--dry-run`. Sends no request, and starts and writes nothing."""
     program = lighteval.find_program(request.program)
-    policy = _policy(request)
-    place = _place(request, policy)
+    policy = _resolve_policy(request)
+    results_folder = _results_folder(request, policy)
     model = request.endpoint_model or "MODEL"
     model_settings = request.asking(request.endpoint or "http://127.0.0.1:PORT", model)
-    folders = {name: place / _name(request, name, policy) for name in request.suites}
+    folders = {
+        name: results_folder / _folder_name(request, name, policy) for name in request.suites
+    }
     return {
         **({"serve": list(request.serve)} if request.serve else {}),
         "key": f"the environment variable {request.api_key_env}",
@@ -203,23 +207,23 @@ def plan(request: SuitesAsked) -> dict[str, Any]:
             name: {
                 "command": lighteval.command(program, SUITES[name], model_settings, folder),
                 lighteval.MODEL: lighteval.model_file(model_settings, folder),
-                "results": str(request.output or result_file(place.parent, folder.name)),
+                "results": str(request.output or result_file(results_folder.parent, folder.name)),
             }
             for name, folder in folders.items()
         },
     }
 
 
-def _ask_all(
+def _run_suites(
     request: SuitesAsked,
     model_settings: Asking,
     program: Sequence[str],
     policy: FoundPolicy,
-    outcome: SuitesFound,
+    outcome: SuiteResults,
     server: Family | None,
     on_progress: Callable[[str], None],
 ) -> None:
-    place = _place(request, policy)
+    results_folder = _results_folder(request, policy)
     key = Endpoint(model_settings.base_url, model_settings.model, request.api_key_env).key()
     for name in request.suites:
         try:
@@ -227,9 +231,9 @@ def _ask_all(
                 raise RunError(
                     f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
                 )
-            folder = _new_folder(place, _name(request, name, policy))
+            folder = _new_folder(results_folder, _folder_name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
-            content = _ask(name, model_settings, program, folder, key, request.time_limit)
+            content = _run_suite(name, model_settings, program, folder, key, request.time_limit)
         except RunError as error:
             outcome.failed[name] = str(error)
             on_progress(f"{name} failed: {error}")
@@ -237,11 +241,11 @@ def _ask_all(
         content = {"policy": policy.label, **content}
         if request.output is None:
             marked = {"format": FORMAT, "kind": KIND, **content}
-            content["results"] = str(add_result(place.parent, folder.name, marked))
+            content["results"] = str(add_result(results_folder.parent, folder.name, marked))
         outcome.results[name] = content
 
 
-def _ask(
+def _run_suite(
     name: str,
     model_settings: Asking,
     program: Sequence[str],
@@ -267,10 +271,10 @@ def _ask(
         marks = lighteval.read_marks(suite, folder, log)
     except RunError as error:
         raise RunError(f"{error}. Its log is {log}") from error
-    return _content(name, model_settings, marks, folder, time.monotonic() - started_at)
+    return _result_content(name, model_settings, marks, folder, time.monotonic() - started_at)
 
 
-def _content(
+def _result_content(
     name: str, model_settings: Asking, marks: Marks, folder: Path, seconds: float
 ) -> dict[str, Any]:
     interval = mean_with_interval(list(marks.scores.values()))
@@ -306,7 +310,7 @@ def interval_of(result: dict[str, Any]) -> Interval:
     return Interval(result["metrics"][METRIC], low, high, result["prompts"])
 
 
-def _policy(request: SuitesAsked) -> FoundPolicy:
+def _resolve_policy(request: SuitesAsked) -> FoundPolicy:
     if request.policy is None:
         assert request.endpoint_model is not None, "it was checked"
         return FoundPolicy(request.endpoint_model)
@@ -318,14 +322,14 @@ def _policy(request: SuitesAsked) -> FoundPolicy:
     return policy
 
 
-def _place(request: SuitesAsked, policy: FoundPolicy) -> Path:
+def _results_folder(request: SuitesAsked, policy: FoundPolicy) -> Path:
     """The folder of the results, which also contains the suites' folders."""
     if request.output is not None:
         return request.output.absolute().parent
     return (policy.run or request.runs_dir.parent).absolute() / RESULTS
 
 
-def _name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
+def _folder_name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
     return f"{request.output.stem}-{suite}" if request.output else result_name(suite, policy.label)
 
 
@@ -343,6 +347,6 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-async def _reach(endpoint: Endpoint) -> None:
+async def _check_endpoint(endpoint: Endpoint) -> None:
     async with Client(endpoint) as client:
         await client.reach()

@@ -73,7 +73,7 @@ class Asking:
         self._config = config
         self._answers = answers
         self._journal = journal
-        self._changed = on_change
+        self._on_change = on_change
         self._failed_in_a_row = 0
         self.tally = Tally()
 
@@ -81,19 +81,19 @@ class Asking:
         """Request until every row is answered or has failed. Raises EndpointError if continuing would be futile."""
         waiting = iter(items)
         count = min(self._config.concurrency, len(items))
-        await gather_all(self._ask_each(waiting) for _ in range(count))
+        await gather_all(self._ask_rows(waiting) for _ in range(count))
         return self.tally
 
-    async def _ask_each(self, waiting: Iterator[Item]) -> None:
+    async def _ask_rows(self, waiting: Iterator[Item]) -> None:
         for item in waiting:
             try:
                 count = self._config.num_generations
                 while (answer_count := len(self._answers.of(item.key))) < count:
-                    answer = await self._request(item, answer_count, count - answer_count)
+                    answer = await self._send_request(item, answer_count, count - answer_count)
                     self._journal.append(item.key, answer_count, answer)
                     self.tally.billed.add(answer.usage)
                     self._failed_in_a_row = 0
-                    self._changed(self.tally)
+                    self._on_change(self.tally)
                 self.tally.answered += 1
             except EndpointError as error:
                 self.tally.failures.append(Failure(item.index, str(error)))
@@ -106,9 +106,9 @@ class Asking:
                     raise EndpointError(
                         f"{limit} rows failed one after the other; the last:\n{error}", error.status
                     ) from error
-            self._changed(self.tally)
+            self._on_change(self.tally)
 
-    async def _request(self, item: Item, first_index: int, count: int) -> Choices:
+    async def _send_request(self, item: Item, first_index: int, count: int) -> Choices:
         config = self._config
         # A chat request has fields for the chat template, as vLLM and SGLang accept them: the row's own fields, and
         # whether to continue the last message.

@@ -96,27 +96,27 @@ def generate(*, dry_run: bool = False, **options: Any) -> GenerateResult:
     before any request costs money, and `EndpointError` if the service fails for good. Repeating the call requests only the missing answers.
     """
     config = read_options(options)
-    return run_to_end(_generate(config, dry_run=dry_run))
+    return run_to_end(_run_generation(config, dry_run=dry_run))
 
 
-async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
+async def _run_generation(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
     _refuse_foreign(config.folder)
-    plan = _plan(config, await _model(config))
+    plan = _make_plan(config, await _resolve_model(config))
     if dry_run:
-        return GenerateResult(_describe(plan), config.folder)
+        return GenerateResult(_describe_plan(plan), config.folder)
     if config.hub is not None:
         prepare_upload(config.hub, private=config.private)
     with _open_answers(plan) as (answers, journal):
-        if orphan_count := _of_no_row(plan, answers):
+        if orphan_count := _count_orphans(plan, answers):
             logger.warning(
                 "%d answers belong to no row of this %s: they stay in the folder and out of the results",
                 orphan_count,
                 "shard" if config.shard else "input",
             )
-        return await _carry_out(plan, answers, journal)
+        return await _execute_plan(plan, answers, journal)
 
 
-def _plan(config: GenerateConfig, model: str) -> Plan:
+def _make_plan(config: GenerateConfig, model: str) -> Plan:
     shapes = {"model": model, **{name: getattr(config, name) for name in (*PROMPTING, *SAMPLING)}}
     shapes = json.loads(json.dumps(shapes))
     _check_settings(config, shapes)
@@ -145,7 +145,7 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
     return plan
 
 
-async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
+async def _execute_plan(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
     config, items = plan.config, plan.prompts.items
     missing = [item for item in items if len(answers.of(item.key)) < config.num_generations]
     endpoint = _endpoint(config, plan.model)
@@ -159,21 +159,23 @@ async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> Generate
                 if missing:
                     await interruption.allow(client.reach())
                     await interruption.allow(
-                        line.kept_alive(requester.ask(missing), requester.tally)
+                        line.run_with_refresh(requester.ask(missing), requester.tally)
                     )
                 if plan.scoring is not None:
                     scoring = score_all(plan.scoring.scorer, items, answers, line.show_scored)
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
-                ticker.note(f"Interrupted. {_go_on(config)}")
+                ticker.note(f"Interrupted. {_resume_hint(config)}")
                 entries = {"state": "interrupted", **_cost_entries(plan, answers, requester.tally)}
-                return GenerateResult(_summary(plan, entries), config.folder, interrupted.exit_code)
+                return GenerateResult(
+                    _summarise_plan(plan, entries), config.folder, interrupted.exit_code
+                )
             except EndpointError as error:
-                raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
-    return _finish(plan, answers, scores, requester.tally)
+                raise EndpointError(f"{error}\n{_resume_hint(config)}", error.status) from error
+    return _write_outcome(plan, answers, scores, requester.tally)
 
 
-def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
+def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
     config = plan.config
     skipped_rows = [Failure(row.index, f"not asked: {row.reason}") for row in plan.prompts.unasked]
     failures = [*tally.failures, *skipped_rows]
@@ -181,7 +183,7 @@ def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gener
     nothing_scored = left_unjudged(config, counts)
     state = "unscored" if nothing_scored else "incomplete" if failures else "done"
     outcome = {"state": state, **counts.summary, "failed": len(failures)}
-    summary = _summary(plan, outcome | _cost_entries(plan, answers, tally))
+    summary = _summarise_plan(plan, outcome | _cost_entries(plan, answers, tally))
     if failures:
         logger.warning(
             "%d rows have failed; %s says why. The same command asks for them again.",
@@ -302,7 +304,7 @@ def _endpoint(config: GenerateConfig, model: str) -> Endpoint:
     return Endpoint(config.base_url, model, config.api_key_env, config.timeout, config.retries)
 
 
-async def _model(config: GenerateConfig) -> str:
+async def _resolve_model(config: GenerateConfig) -> str:
     """The configured model, that of the folder's answers, or the only model that the service offers."""
     if config.model is not None:
         return config.model
@@ -330,24 +332,24 @@ class _ProgressLine:
         self._config = config
         self._client = client
         self._rows = rows
-        self._there = done
+        self._done_before = done
 
     def show(self, tally: Tally) -> None:
         """Show the progress of the answers."""
         usage = tally.billed.usage
         facts = [
-            f"rows {self._there + tally.answered}/{self._rows}",
+            f"rows {self._done_before + tally.answered}/{self._rows}",
             f"tokens {usage.prompt_tokens or 0:,} in, {usage.completion_tokens or 0:,} out",
             f"{tally.tokens_per_second:,.0f} tok/s",
         ]
-        cost = _cost(self._config, tally.billed)
+        cost = _compute_cost(self._config, tally.billed)
         if cost is not None:
             facts.append(f"cost {cost:.2f}")
         if tally.failures:
             facts.append(f"failed {len(tally.failures)}")
         if tally.answered:
-            remaining = self._rows - self._there - tally.answered - len(tally.failures)
-            facts.append(f"eta {_clock(tally.seconds / tally.answered * remaining)}")
+            remaining = self._rows - self._done_before - tally.answered - len(tally.failures)
+            facts.append(f"eta {_format_clock(tally.seconds / tally.answered * remaining)}")
         if pause := self._client.pause:
             facts.append(f"the service wants {pause:.0f} s of rest")
         self._ticker.show("  ".join(facts))
@@ -356,28 +358,28 @@ class _ProgressLine:
         """Show the progress of the scoring."""
         self._ticker.show(f"scored {count}/{self._rows} rows")
 
-    async def kept_alive(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
+    async def run_with_refresh(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
         """Await work, and update the line every `REFRESH` seconds even if no answer arrives."""
 
-        async def tell() -> None:
+        async def refresh() -> None:
             while True:
                 self.show(tally)
                 await asyncio.sleep(REFRESH)
 
-        refresh_task = asyncio.ensure_future(tell())
+        refresh_task = asyncio.ensure_future(refresh())
         try:
             await work
         finally:
             refresh_task.cancel()
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def _cost(config: GenerateConfig, totals: Billed) -> float | None:
+def _compute_cost(config: GenerateConfig, totals: Billed) -> float | None:
     if config.price_in is None and config.price_out is None:
         return None
     tokens_in, tokens_out = totals.usage.prompt_tokens or 0, totals.usage.completion_tokens or 0
@@ -391,7 +393,7 @@ def _cost_entries(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
         "tokens_per_second": round(tally.tokens_per_second, 1),
         "in_all": _billed_entries(plan.config, answers.billed),
     }
-    if orphan_count := _of_no_row(plan, answers):
+    if orphan_count := _count_orphans(plan, answers):
         entries["answers_of_no_row"] = orphan_count
     return entries
 
@@ -402,19 +404,19 @@ def _billed_entries(config: GenerateConfig, totals: Billed) -> dict[str, Any]:
         "prompt_tokens": totals.usage.prompt_tokens,
         "completion_tokens": totals.usage.completion_tokens,
     }
-    if (cost := _cost(config, totals)) is not None:
+    if (cost := _compute_cost(config, totals)) is not None:
         entries["cost"] = cost
     if totals.untold:
         entries["answers_without_usage"] = totals.untold
     return entries
 
 
-def _of_no_row(plan: Plan, answers: Answers) -> int:
+def _count_orphans(plan: Plan, answers: Answers) -> int:
     """Number of answers whose row no longer exists or now has another prompt."""
-    return answers.beside({item.key for item in plan.prompts.items})
+    return answers.count_orphans({item.key for item in plan.prompts.items})
 
 
-def _summary(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
+def _summarise_plan(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
     rows = len(plan.prompts.items) + len(plan.prompts.unasked)
     base: dict[str, Any] = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
     if plan.rewards_left_out:
@@ -422,7 +424,7 @@ def _summary(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **entries}
 
 
-def _describe(plan: Plan) -> dict[str, Any]:
+def _describe_plan(plan: Plan) -> dict[str, Any]:
     """The plan for a dry run."""
     config, answers = plan.config, Answers()
     for folder in (config.folder, *_shards(config)):
@@ -432,15 +434,15 @@ def _describe(plan: Plan) -> dict[str, Any]:
         for item in plan.prompts.items
     ]
     return {
-        **_summary(plan, {}),
+        **_summarise_plan(plan, {}),
         "rows_to_ask": sum(1 for count in missing if count),
         "generations_to_ask": sum(missing),
         "rows_that_cannot_be_asked": len(plan.prompts.unasked),
-        "answers_of_no_row": _of_no_row(plan, answers),
+        "answers_of_no_row": _count_orphans(plan, answers),
         "base_url": _endpoint(config, plan.model).base_url,
         "first_prompt": plan.prompts.items[0].prompt if plan.prompts.items else None,
     }
 
 
-def _go_on(config: GenerateConfig) -> str:
+def _resume_hint(config: GenerateConfig) -> str:
     return f"What has come is kept in {config.folder}; the same command goes on with it."

@@ -68,7 +68,7 @@ class Answers:
         """The billed tokens of a row."""
         return sum(self._usage.get(key, ()), start=Usage(0, 0))
 
-    def beside(self, keys: Collection[str]) -> int:
+    def count_orphans(self, keys: Collection[str]) -> int:
         """Number of answers that belong to none of these rows."""
         return sum(len(usages) for key, usages in self._usage.items() if key not in keys)
 

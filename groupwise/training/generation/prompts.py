@@ -70,7 +70,7 @@ class Prompts:
 
 
 @dataclass(slots=True)
-class _Found:
+class _PromptRows:
     rows: list[tuple[int, Prompt, dict[str, Any]]] = field(
         default_factory=list[tuple[int, Prompt, dict[str, Any]]]
     )
@@ -85,9 +85,9 @@ def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts
     """
     task, task_config = None, None
     if config.task_module is not None:
-        task, task_config, examples = _of_task(config.task_module, config.config)
+        task, task_config, examples = _load_task_prompts(config.task_module, config.config)
         api = config.api or "completions"
-        prompt_rows = _Found()
+        prompt_rows = _PromptRows()
         for example in examples:
             columns = {PROMPT: example.prompt, **example.columns}
             prompt: Prompt = example.prompt
@@ -111,7 +111,7 @@ def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts
     )
 
 
-def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
+def _load_task_prompts(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
     task = load_task(source)
     if not task.has("get_rl_dataset"):
         raise TaskError(task.missing("get_rl_dataset", "rl"))
@@ -133,7 +133,7 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
     return task, settings, task.rl_examples(view(settings), limit=limit)
 
 
-def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
+def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _PromptRows:
     """The prompts of a dataset's rows, from the template or a column. Raises TaskError if a column is missing."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     label = f"The dataset {config.dataset!r}"
@@ -146,11 +146,11 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
         _check_braces(config.prompt_template, columns, column)
     elif column not in columns:
         raise TaskError(no_column(label, column, columns, " for the prompt"))
-    result = _Found()
+    result = _PromptRows()
     for index, row in enumerate(rows):
         try:
             value = row.get(column) if template is None else template.fill(row)
-            prompt, prefix = _as_sent(value, config)
+            prompt, prefix = _request_prompt(value, config)
         except TaskError as problem:
             result.unasked.append(Unasked(index, str(problem)))
         else:
@@ -159,7 +159,7 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
     return result
 
 
-def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
+def _request_prompt(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
     """The prompt as messages or text, and whether the row ends with the start of an assistant's turn."""
     prompt = checked_prompt(value, "its prompt", config.prompt_column or PROMPT)
     if config.api == "completions":
@@ -219,9 +219,13 @@ class Template:
 
     def __init__(self, text: str, prompt_column: str = PROMPT) -> None:
         is_jinja = INSTRUCTION.search(text) is not None
-        self._pieces = _pieces_around(text, prompt_column) if is_jinja else _pieces(text)
-        self._of_others = is_jinja
-        self.fields = tuple(dict.fromkeys(piece for kind, piece in self._pieces if kind == "field"))
+        self._template_pieces = (
+            _parse_instruction_template(text, prompt_column) if is_jinja else _template_pieces(text)
+        )
+        self._is_jinja = is_jinja
+        self.fields = tuple(
+            dict.fromkeys(piece for kind, piece in self._template_pieces if kind == "field")
+        )
         if not self.fields:
             match = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
             hint = f" Is {{{match[1]}}} meant for {match[0]}?" if match else ""
@@ -235,16 +239,19 @@ class Template:
         empty_columns = [name for name in self.fields if row.get(name) in (None, "")]
         if empty_columns:
             raise TaskError(f"its column {empty_columns[0]!r}, which the template names, is empty.")
-        if self._of_others and not isinstance(row[self.fields[0]], str | int | float):
+        if self._is_jinja and not isinstance(row[self.fields[0]], str | int | float):
             raise TaskError(
                 f"its column {self.fields[0]!r} is no text, which {{{{ instruction }}}} in a longer template stands for."
             )
         return "".join(
-            piece if kind == "text" else _as_text(row[piece]) for kind, piece in self._pieces
+            piece if kind == "text" else _column_text(row[piece])
+            for kind, piece in self._template_pieces
         )
 
 
-def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"], str]]:
+def _parse_instruction_template(
+    text: str, column: str
+) -> list[tuple[Literal["text", "field"], str]]:
     """Split a template at `{{ instruction }}`. Raises TaskError for other Jinja expressions, which could not be filled in."""
     texts = INSTRUCTION.split(text)
     if unknown := _BRACES.search("\n".join(texts)):
@@ -259,7 +266,7 @@ def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"
     return pieces
 
 
-def _pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
+def _template_pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
     pieces: list[tuple[Literal["text", "field"], str]] = []
     try:
         for literal, name, form, conversion in Formatter().parse(text):
@@ -278,7 +285,7 @@ def _pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
     return pieces
 
 
-def _as_text(value: Any) -> str:
+def _column_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping | list | tuple):

@@ -92,11 +92,11 @@ def write_results(
         for item in items
         if len(generations := answers.of(item.key)) >= config.num_generations
     ]
-    _write(folder / GENERATIONS, _generation_rows(complete_items, answers, scores))
-    selection = _select(complete_items, config, scores, counts)
+    _write_rows(folder / GENERATIONS, _generation_rows(complete_items, answers, scores))
+    selection = _select_generations(complete_items, config, scores, counts)
     if not left_unjudged(config, counts):
-        _write(folder / TRAIN, (_train_row(*entry) for entry in selection))
-    _write(folder / FAILURES, _failure_rows(failures, items))
+        _write_rows(folder / TRAIN, (_train_row(*entry) for entry in selection))
+    _write_rows(folder / FAILURES, _failure_rows(failures, items))
     return counts
 
 
@@ -113,7 +113,7 @@ def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]
     return sorted(result_columns & input_columns)
 
 
-def _write(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+def _write_rows(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
     temp_path = building_path(path)
     with explaining_disk_errors(path):
         try:
@@ -167,7 +167,7 @@ def _failure_rows(failures: Sequence[Failure], items: Sequence[Item]) -> Iterato
         }
 
 
-def _select(
+def _select_generations(
     complete_items: Sequence[tuple[Item, Sequence[Generation]]],
     config: GenerateConfig,
     scores: Scores,
@@ -199,7 +199,7 @@ def _exclusion_reasons(
     generations: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
     """For each generation of a row, the reason why it is left out, or None."""
-    reasons = [_unusable(generation, config) for generation in generations]
+    reasons = [_unusable_reason(generation, config) for generation in generations]
     if config.min_reward is None:
         return reasons
     earned = [score.reward if score is not None else None for score in members]
@@ -214,7 +214,7 @@ def _exclusion_reasons(
     return reasons
 
 
-def _unusable(generation: Generation, config: GenerateConfig) -> str | None:
+def _unusable_reason(generation: Generation, config: GenerateConfig) -> str | None:
     if not generation.text.strip():
         return "empty"
     if generation.finish_reason in CUT_OFF and not config.keep_truncated:
@@ -226,7 +226,7 @@ def _train_row(item: Item, generation: Generation, score: MemberScore | None) ->
     row = {name: value for name, value in item.columns.items() if name not in OTHER_FORMS}
     row |= {
         "prompt": item.prompt,
-        "completion": _completion(item, generation),
+        "completion": _train_completion(item, generation),
         "generation": generation.text,
         "finish_reason": generation.finish_reason,
         "model": generation.model,
@@ -234,7 +234,7 @@ def _train_row(item: Item, generation: Generation, score: MemberScore | None) ->
     return row if score is None else {**row, "reward": score.reward}
 
 
-def _completion(item: Item, generation: Generation) -> Any:
+def _train_completion(item: Item, generation: Generation) -> Any:
     if isinstance(item.prompt, str):
         return generation.text
     message = {"role": "assistant", "content": generation.text}

@@ -40,7 +40,7 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
     """Build the scorer of these rows; None if nothing is scored. Raises TaskError for rewards that cannot score them."""
     if not config.scores:
         return None
-    rows = {item.index: _columns(item) for item in prompts.items}
+    rows = {item.index: _reward_columns(item) for item in prompts.items}
     task, settings = prompts.task, prompts.task_config
     if task is None or settings is None:
         rubric, left_out = without_tokens(_rubric_of_names(config.rewards, config.answer_column))
@@ -108,7 +108,7 @@ async def score_all(
     scores: Scores = {}
 
     async def score(item: Item, generations: Sequence[Generation]) -> None:
-        group = await scorer.score(_request(item, generations))
+        group = await scorer.score(_score_request(item, generations))
         scores[item.key] = group.members
         on_change(len(scores))
 
@@ -127,7 +127,7 @@ def _rubric_of_names(rewards: Sequence[str], answer_column: str | None) -> Rubri
     )
 
 
-def _columns(item: Item) -> dict[str, Any]:
+def _reward_columns(item: Item) -> dict[str, Any]:
     return {
         name: value
         for name, value in item.columns.items()
@@ -135,14 +135,14 @@ def _columns(item: Item) -> dict[str, Any]:
     }
 
 
-def _request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
+def _score_request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
     count = len(generations)
     return ScoreRequest(
         draw=item.index,
         prompts=[item.prompt] * count,
         completions=[as_completion(item.prompt, generation.text) for generation in generations],
         completion_ids=[[] for _ in range(count)],
-        columns={name: [value] * count for name, value in _columns(item).items()},
+        columns={name: [value] * count for name, value in _reward_columns(item).items()},
         global_step=0,
         max_steps=1,
     )

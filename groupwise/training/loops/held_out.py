@@ -31,7 +31,7 @@ SIGNAL = "held_out"
 
 async def evaluate_now_and_then(run: TaskRun) -> None:
     """Evaluate every `eval.eval_steps` steps and when a callback asks for it."""
-    if not _due(run):
+    if not _evaluation_due(run):
         return
     name = in_passing(run.step)
     result = recorded_evaluation(run, name, run.step)
@@ -46,7 +46,7 @@ def in_passing(step: int) -> str:
     return f"step-{step}"
 
 
-def _due(run: TaskRun) -> bool:
+def _evaluation_due(run: TaskRun) -> bool:
     """True if an evaluation is due. After the last step only on request, because the run ends with another evaluation."""
     is_requested = run.callbacks.evaluation_was_asked
     if is_requested and run.held_out is None:
@@ -64,7 +64,7 @@ def _due(run: TaskRun) -> bool:
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
     """Pass an evaluation of the current policy to the callbacks, and warn if it shows reward hacking."""
     _notice_divergence(run)
-    await run.callbacks.announce_evaluation(_record(run, name, result))
+    await run.callbacks.announce_evaluation(_evaluation_record(run, name, result))
 
 
 def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
@@ -92,7 +92,7 @@ def _stored_questions(run: TaskRun) -> str:
     return run.folder.store.get_meta().get(ASKED, "")
 
 
-def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
+def _evaluation_record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
     metrics, rows = result.metrics, result.rows
     return EvaluationRecord(run.step, name, result.policy, metrics, rows, _stored_questions(run))
 
@@ -132,7 +132,7 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
 
 async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
     """Record an evaluation of the current policy and announce it to the callbacks."""
-    run.folder.store.add_evaluation(_record(run, name, result))
+    run.folder.store.add_evaluation(_evaluation_record(run, name, result))
     await announce(run, name, result)
     return result
 

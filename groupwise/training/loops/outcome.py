@@ -99,7 +99,7 @@ async def end(
         step, results = summary["final_step"], results_of(summary)
         card = model_card(run.folder.path, final, step, place=location, results=results)
         atomic_files.write_file(final / CARD, card.encode())
-        summary = {**summary, **await _upload(run, summary["policy"])}
+        summary = {**summary, **await _upload_final_weights(run, summary["policy"])}
     run.folder.summarise(state, summary)
     try:
         # A run that is killed during these calls has not ended; a resume repeats them.
@@ -124,7 +124,7 @@ def exit_code(run: Training, summary: dict[str, Any]) -> int:
     return 1 if "error" in summary.get("hub", {}) else 0
 
 
-async def _upload(run: Training, policy: str) -> dict[str, Any]:
+async def _upload_final_weights(run: Training, policy: str) -> dict[str, Any]:
     """Upload the final weights. Returns the summary's entry: their location, or the error. The folder has them in any case."""
     hub = run.config.run.hub
     if hub.repo_id is None:

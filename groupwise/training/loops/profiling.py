@@ -54,7 +54,7 @@ def profile_step(training: Training) -> Generator[None]:
         training.learner = learner
     training.progress.phase("writing the profile")
     try:
-        folder = _write(training, step, trace)
+        folder = _write_profile(training, step, trace)
     except OSError as error:  # the trained step matters more
         training.say(f"warning: the profile of step {step} could not be written: {error}")
     else:
@@ -71,7 +71,7 @@ def _marking_calls(training: Training) -> Generator[Trace]:
         yield trace
 
 
-def _write(training: Training, step: int, trace: Any) -> Path:
+def _write_profile(training: Training, step: int, trace: Any) -> Path:
     folder = training.folder.path / PROFILE
     folder.mkdir(exist_ok=True)
     atomic_files.sweep(folder)

@@ -178,7 +178,7 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
     return Resumption(
         point,
         changed={**differences.free, **differences.warned, **layout},
-        warnings=tuple(_warnings(point, prepared, differences.warned, layout)),
+        warnings=tuple(_resume_warnings(point, prepared, differences.warned, layout)),
     )
 
 
@@ -252,17 +252,17 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     run.say(f"resumed after {run.step} steps{note}")
 
 
-def _warnings(
+def _resume_warnings(
     point: ResumePoint,
     prepared: Prepared,
     keys: Mapping[str, Change],
     layout: Mapping[str, Change],
 ) -> Iterator[str]:
     """Warnings about changes of config and layout after which results agree only up to rounding, and about changed code of the task."""
-    names = {_leaf(key): key for key in keys}
-    facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
+    names = {_last_key(key): key for key in keys}
+    facts = {names.get(_last_key(fact), _last_key(fact)): change for fact, change in layout.items()}
     other_changes = {
-        key: change for key, change in keys.items() if not hasattr(prepared.layout, _leaf(key))
+        key: change for key, change in keys.items() if not hasattr(prepared.layout, _last_key(key))
     }
     for key, (before, now) in {**other_changes, **facts}.items():
         old_text, new_text = _as_config_text(before), _as_config_text(now)
@@ -271,7 +271,7 @@ def _warnings(
         yield "the code of the task or of its rewards was changed since the run was started; it goes on with the new one"
 
 
-def _leaf(key: str) -> str:
+def _last_key(key: str) -> str:
     return key.rpartition(".")[2]
 
 

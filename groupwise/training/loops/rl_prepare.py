@@ -146,7 +146,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         max_steps=max_steps,
         layout=placement.choose_layout(settings, longest_prompt),
         facts=task_facts(resolved_task, rubric)
-        | _facts(settings, (prompts, easy_prompts), held_out, rows_read),
+        | _held_out_facts(settings, (prompts, easy_prompts), held_out, rows_read),
         callbacks=callbacks,
     )
 
@@ -179,7 +179,7 @@ def _max_steps(config: RunConfig, examples: int) -> int:
     return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
 
 
-def _facts(
+def _held_out_facts(
     config: RunConfig,
     training_sets: Sequence[PromptSet | None],
     held_out_set: PromptSet | None,

@@ -59,34 +59,34 @@ class FixedLag:
             await self._catch_up()
             self._caught_up = True
         for step in range(run.step, min(run.step + self._lag + 1, run.max_steps)):
-            self._begin(step)
+            self._start_step(step)
         batch = await self._steps[run.step]
         del self._steps[run.step]
         return batch
 
     async def settle(self) -> None:
-        await _settle(self, self._run, list(self._sampling.values()))
+        await _settle_sampling(self, self._run, list(self._sampling.values()))
 
     def committed(self, batch: StepBatch) -> None:
         self._run.selection.finish(self._run.step, len(batch.all))
 
     async def close(self) -> None:
-        await _cancel(self._steps.values())
+        await _cancel_tasks(self._steps.values())
         self._steps.clear()
 
     async def _catch_up(self) -> None:
         """Draw again the groups that were in progress when the checkpoint was written, by the same policies as then."""
         run = self._run
         for step in range(run.step, min(run.step + self._lag, run.max_steps)):
-            await self._serve(run.earlier.get(max(0, step - self._lag), run.policy))
-            self._begin(step)
-        await self._serve(run.policy)
+            await self._serve_policy(run.earlier.get(max(0, step - self._lag), run.policy))
+            self._start_step(step)
+        await self._serve_policy(run.policy)
 
-    async def _serve(self, policy: Policy) -> None:
+    async def _serve_policy(self, policy: Policy) -> None:
         if policy.version != self._run.serving.version:
             await drawing.serve(self._run, policy)
 
-    def _begin(self, step: int) -> None:
+    def _start_step(self, step: int) -> None:
         if step in self._steps:
             return
         size = self._run.config.training.prompts_per_step
@@ -95,9 +95,9 @@ class FixedLag:
         self._ends[step] = self._ends[step - 1] + size
         self._sampling[step] = asyncio.Event()
         previous = self._steps.get(step - 1)
-        self._steps[step] = asyncio.create_task(self._draw(step, previous))
+        self._steps[step] = asyncio.create_task(self._draw_step(step, previous))
 
-    async def _draw(self, step: int, previous: asyncio.Task[StepBatch] | None) -> StepBatch:
+    async def _draw_step(self, step: int, previous: asyncio.Task[StepBatch] | None) -> StepBatch:
         """The groups of a step. With dynamic sampling, wait for the step before, because the first draw depends on it."""
         try:
             if previous is not None and self._run.algorithm.resample_rounds:
@@ -135,7 +135,7 @@ class FixedLag:
             waiting.discard(draw)
             if is_last_round and not waiting:
                 self._sampling[step].set()
-            return await _scored(self._run, group, step, timer)
+            return await _score_group(self._run, group, step, timer)
 
         return await gather_all(one(draw) for draw in draws)
 
@@ -147,7 +147,7 @@ def fill_step(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -
 
 
 @dataclass(eq=False, slots=True)
-class _UnderWay:
+class _PendingGroup:
     """A group of the free schedule that is not trained yet."""
 
     since: int
@@ -169,7 +169,7 @@ class Free:
         self._size = run.config.training.prompts_per_step
         self._planned: set[int] = set()
         """Blocks whose draws were chosen; a block has as many draws as a step has prompts."""
-        self._under_way: dict[int, _UnderWay] = {}
+        self._pending: dict[int, _PendingGroup] = {}
         self._finished: list[int] = []
         """Draws in the order in which they finished."""
         self._taken: tuple[int, list[int]] = (-1, [])
@@ -184,7 +184,7 @@ class Free:
     def outstanding(self) -> Sequence[int]:
         step, draws = self._taken
         uncommitted = draws if step == self._run.step else []
-        return sorted([*self._again, *self._under_way, *uncommitted])
+        return sorted([*self._again, *self._pending, *uncommitted])
 
     async def next(self) -> StepBatch:
         run = self._run
@@ -193,28 +193,34 @@ class Free:
         rejected: list[Group] = []
         while True:
             replacements_left = run.algorithm.resample_rounds * size - len(rejected)
-            rejected += [self._take(draw) for draw in self._not_accepted()[:replacements_left]]
+            rejected += [
+                self._take_group(draw) for draw in self._not_accepted()[:replacements_left]
+            ]
             count = size * min(self._lag + 1, self._run.max_steps - self._run.step)
-            while len(self._under_way) < count:
+            while len(self._pending) < count:
                 if self._again:
                     draw = self._again.pop(0)
                 else:
                     draw, self._next = self._next, self._next + 1
-                pending = self._under_way[draw] = _UnderWay(self._run.step)
-                pending.task = asyncio.create_task(self._draw(draw, pending))
+                pending = self._pending[draw] = _PendingGroup(self._run.step)
+                pending.task = asyncio.create_task(self._draw_group(draw, pending))
             draws = self._choose(size)
             if draws is not None:
-                return self._timer.note(StepBatch([self._take(draw) for draw in draws], rejected))
+                return self._timer.note(
+                    StepBatch([self._take_group(draw) for draw in draws], rejected)
+                )
             # Wait for another group to finish; `result` raises the error if it failed.
             tasks = [
-                entry.task for entry in self._under_way.values() if entry.task and not entry.group
+                entry.task for entry in self._pending.values() if entry.task and not entry.group
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
 
     async def settle(self) -> None:
-        await _settle(self, self._run, [pending.sampled for pending in self._under_way.values()])
+        await _settle_sampling(
+            self, self._run, [pending.sampled for pending in self._pending.values()]
+        )
 
     def committed(self, batch: StepBatch) -> None:
         """Tell the selection which blocks are complete: all their draws belong to committed steps."""
@@ -225,12 +231,12 @@ class Free:
             self._run.selection.finish(block, self._size)
 
     async def close(self) -> None:
-        await _cancel(pending.task for pending in self._under_way.values() if pending.task)
+        await _cancel_tasks(pending.task for pending in self._pending.values() if pending.task)
 
     def _choose(self, size: int) -> list[int] | None:
         """The draws that the step trains, or None. While others are in progress, replayed groups are limited to their configured share."""
-        groups = {draw: pending.group for draw, pending in self._under_way.items()}
-        since = {draw: pending.since for draw, pending in self._under_way.items()}
+        groups = {draw: pending.group for draw, pending in self._pending.items()}
+        since = {draw: pending.since for draw, pending in self._pending.items()}
         replayed_draws = {d for d, group in groups.items() if group and group.origin == "replay"}
         replay = self._run.config.data.replay
         max_replayed = int(replay.max_share * size) if replay and None in groups.values() else size
@@ -238,7 +244,7 @@ class Free:
             self._finished, since, self._run.step, self._lag, size, replayed_draws, max_replayed
         )
 
-    async def _draw(self, draw: int, pending: _UnderWay) -> None:
+    async def _draw_group(self, draw: int, pending: _PendingGroup) -> None:
         try:
             block, slot = divmod(draw, self._size)
             self._planned.add(block)
@@ -248,18 +254,18 @@ class Free:
             self._timer.sampled(group)
         finally:
             pending.sampled.set()
-        pending.group = await _scored(self._run, group, pending.since, self._timer)
+        pending.group = await _score_group(self._run, group, pending.since, self._timer)
         self._finished.append(draw)
 
     def _not_accepted(self) -> list[int]:
-        groups = {draw: self._under_way[draw].group for draw in self._finished}
+        groups = {draw: self._pending[draw].group for draw in self._finished}
         return [
             d for d, group in groups.items() if group and not self._run.algorithm.accepts(group)
         ]
 
-    def _take(self, draw: int) -> Group:
+    def _take_group(self, draw: int) -> Group:
         self._finished.remove(draw)
-        group = self._under_way.pop(draw).group
+        group = self._pending.pop(draw).group
         assert group is not None, f"draw {draw} is not finished"
         self._taken[1].append(draw)
         return group
@@ -330,7 +336,7 @@ class _Timer:
         )
 
 
-async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
+async def _score_group(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
     scored_group = await drawing.score(run, group, step)
     timer.scored()
     run.drawn[group.draw] = scored_group
@@ -338,7 +344,9 @@ async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group
     return scored_group
 
 
-async def _settle(schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]) -> None:
+async def _settle_sampling(
+    schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]
+) -> None:
     """Wait until all is sampled. A run that is asked to end cancels its groups instead; the resume draws them again."""
     try:
         await run.interruption.allow(_all_set(sampling))
@@ -351,7 +359,7 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[StepBatch] | asyncio.Task[None]]) -> None:
+async def _cancel_tasks(tasks: Iterable[asyncio.Task[StepBatch] | asyncio.Task[None]]) -> None:
     given_up: list[asyncio.Task[Any]] = list(tasks)
     for task in given_up:
         task.cancel()

@@ -156,14 +156,14 @@ async def take_step(run: SftRun) -> None:
     rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
     rate = learning_rate(run.step, run.max_steps, training)
     version_in = run.policy.version
-    step_metrics = await _learn(run, rows, rate)
+    step_metrics = await _update_weights(run, rows, rate)
     run.timings.step = time.perf_counter() - started_at
     step_metrics["learning_rate"] = rate
-    metrics = _commit(run, draws, lessons, version_in, step_metrics)
+    metrics = _commit_step(run, draws, lessons, version_in, step_metrics)
     await run.callbacks.step_committed(metrics)
 
 
-async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
+async def _update_weights(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     """Compute the gradient and update the weights; returns metrics."""
     run.progress.phase("learning")
     started_at = time.perf_counter()
@@ -184,7 +184,7 @@ async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm, **left_out}
 
 
-def _commit(
+def _commit_step(
     run: SftRun,
     draws: Sequence[int],
     lessons: Sequence[Lesson],
@@ -239,12 +239,12 @@ async def evaluate_if_due(run: SftRun) -> None:
     else:
         due = run.step % run.eval_steps == 0 or run.over
     if due or is_requested:
-        metrics = await _evaluate(run)
+        metrics = await _measure_held_out(run)
         _notice_conditions(run, metrics)
         await _note_best(run, metrics.get("eval_loss"))
 
 
-async def _evaluate(run: SftRun) -> dict[str, float]:
+async def _measure_held_out(run: SftRun) -> dict[str, float]:
     """Measure and record the loss on the held-out rows and the metrics of the policy's own completions."""
     metrics: dict[str, float] = {}
     details: list[dict[str, Any]] = []

@@ -85,18 +85,18 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     # None if the number of epochs decides, which requires a stream with an end.
     steps = config.training.max_steps
     rows_read = rows_read or (steps and steps * config.training.examples_per_step)
-    lessons = _read(config, resolved_task, tokenizer, "get_sft_dataset", rows_read)
+    lessons = _read_hook(config, resolved_task, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
     held_out = None
     if resolved_task.has("get_sft_eval_dataset"):
         limit = config.eval.max_examples
-        held_out = _read(config, resolved_task, tokenizer, "get_sft_eval_dataset", limit)
+        held_out = _read_hook(config, resolved_task, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
         _refuse_evaluation_keys(config, resolved_task)
     facts = {
         **task_facts(resolved_task),
-        "data": _fingerprint(lessons),
-        "held_out": _fingerprint(held_out) if held_out else "",
+        "data": _lessons_fingerprint(lessons),
+        "held_out": _lessons_fingerprint(held_out) if held_out else "",
         "base": identity(config.model),
         ROWS_READ: rows_read,
     }
@@ -146,7 +146,7 @@ def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
         )
 
 
-def _read(
+def _read_hook(
     config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
 ) -> LessonSet | None:
     """Read the rows of a hook as lessons; None if the hook returns nothing."""
@@ -184,7 +184,7 @@ def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
     )
 
 
-def _fingerprint(lessons: LessonSet) -> str:
+def _lessons_fingerprint(lessons: LessonSet) -> str:
     return digest([[row.ids, row.mask] for lesson in lessons.lessons for row in lesson.rows])
 
 

@@ -113,7 +113,7 @@ async def _run_in(
     callbacks = Callbacks(prepared.callbacks)
     try:
         with show_progress(folder, prepared, resumption) as (progress, interruption):
-            async with _parts(folder, prepared, interruption) as (learner, completions):
+            async with _build_parts(folder, prepared, interruption) as (learner, completions):
                 config = prepared.config
                 run = SftRun(
                     config=config,
@@ -142,7 +142,7 @@ async def _run_in(
 
 
 @asynccontextmanager
-async def _parts(
+async def _build_parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
@@ -236,7 +236,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started_at: float) -> Sft
     except Interrupted as interrupted:
         if run.step > 0:
             await save(run)
-        summary = await _finish(run, prepared, started_at, "interrupted")
+        summary = await _finish_run(run, prepared, started_at, "interrupted")
         return SftResult(summary, run.folder.path, interrupted.exit_code)
     except Exception as error:
         await report_failure(run, error)
@@ -262,11 +262,11 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started_at: float) -> Sft
         run.tokenizer.save_pretrained(folder)
 
     run.folder.write_final(fill, step)
-    summary = await _finish(run, prepared, started_at, "finished")
+    summary = await _finish_run(run, prepared, started_at, "finished")
     return SftResult(summary, run.folder.path, exit_code(run, summary))
 
 
-async def _finish(
+async def _finish_run(
     run: SftRun,
     prepared: SftPrepared,
     started_at: float,

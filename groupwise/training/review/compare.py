@@ -285,7 +285,7 @@ def find_side(reference: str, runs_dir: Path) -> Side:
         return side_of_file(Path(reference))
     if reference.endswith(".json") and ":" not in reference:
         raise RunNotFoundError(f"There is no file {reference}.")
-    return side_of(*_resolve(reference, runs_dir))
+    return side_of(*_resolve_reference(reference, runs_dir))
 
 
 def side_of(run: Path, step: int | None, name: str = "") -> Side:
@@ -334,7 +334,7 @@ def what_is_meant(
     return *resolve(reference), ""
 
 
-def _resolve(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
+def _resolve_reference(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
     return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
 
 
@@ -354,7 +354,7 @@ def _side_of_record(run: Path, record: EvaluationRecord, *, with_run: bool = Fal
     return Side(
         label,
         record.metrics,
-        _rows_of(run, record),
+        _evaluation_rows(run, record),
         read_config(run),
         run if with_run else None,
         _is_supervised(run),
@@ -368,7 +368,7 @@ def _is_supervised(run: Path) -> bool:
 
 def _answers_of(reference: str, other_reference: str, rl_side: Side, runs_dir: Path) -> Side:
     """The answers of a supervised run as measured by `groupwise eval`, for a comparison with an RL run."""
-    run, step, _ = _resolve(reference, runs_dir)
+    run, step, _ = _resolve_reference(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
     sides = [side for side in _result_files(run) if side.label.startswith(policy)]
     if not sides:
@@ -386,7 +386,7 @@ def _answers_of(reference: str, other_reference: str, rl_side: Side, runs_dir: P
 
 
 def _recorded_evaluations(run: Path) -> list[EvaluationRecord]:
-    """The recorded evaluations that have rows. `_rows_of` reads only the rows of the chosen one."""
+    """The recorded evaluations that have rows. `_evaluation_rows` reads only the rows of the chosen one."""
     with Store.open(run / RECORD, readonly=True) as store:
         with_rows = store.evaluations_with_rows()
         evaluations = store.evaluations(rows=False)
@@ -397,7 +397,7 @@ def _recorded_evaluations(run: Path) -> list[EvaluationRecord]:
         ]
 
 
-def _rows_of(run: Path, record: EvaluationRecord) -> Sequence[Row]:
+def _evaluation_rows(run: Path, record: EvaluationRecord) -> Sequence[Row]:
     with Store.open(run / RECORD, readonly=True) as store:
         return store.evaluation_rows(record.step, record.name, record.policy)
 

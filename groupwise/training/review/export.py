@@ -86,7 +86,7 @@ def export(
         raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
     if converter is not None and to != "gguf":
         raise UsageError(f"--converter has no effect on {to}; it makes a GGUF file.")
-    _check_place(output, force)
+    _check_output(output, force)
     if to in ("jsonl", "parquet"):
         path, step = resolve_run(run, runs_dir)
         check_can_write(to)
@@ -96,12 +96,12 @@ def export(
                 output, force, lambda folder: write_record(store, to, folder, steps)
             )
         return Exported(path.name, steps, to, output, file_names)
-    weights = _weights(run, runs_dir, trust_remote_code)
+    weights = _find_weights(run, runs_dir, trust_remote_code)
     if to == "adapter" and not is_adapter(weights.folder):
         raise UsageError(
             f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
         )
-    program = _converter(converter) if to == "gguf" else None
+    program = _find_converter(converter) if to == "gguf" else None
     min_kept = ENOUGH if keep_change else 0.0
 
     def fill(folder: Path) -> None:
@@ -114,7 +114,7 @@ def export(
 # --- the place -----------------------------------------------------------------------------------
 
 
-def _check_place(output: Path, force: bool) -> None:
+def _check_output(output: Path, force: bool) -> None:
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; --output names a folder.")
     atomic_files.check_can_write(output)
@@ -149,7 +149,7 @@ def _fill_output(output: Path, force: bool, fill: Callable[[Path], None]) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class _ExportedWeights:
     """The weights to export: a checkpoint of a run, or its final weights."""
 
     run: Path
@@ -163,18 +163,18 @@ class _Weights:
         return self.folder.name == "final"
 
 
-def _weights(run: str, runs_dir: Path, trust_remote_code: bool) -> _Weights:
+def _find_weights(run: str, runs_dir: Path, trust_remote_code: bool) -> _ExportedWeights:
     policy = find_policy(run, runs_dir)
     if policy.run is None or policy.folder is None:
         raise UsageError(
             f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
     step = int(policy.label.rpartition("@")[2])
-    return _Weights(policy.run, policy.folder, step, trust_remote_code)
+    return _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
 
 
 def _write_weights(
-    weights: _Weights,
+    weights: _ExportedWeights,
     to: Format,
     dtype: ExportDtype,
     program: Path | None,
@@ -196,7 +196,7 @@ def _write_weights(
         merged=to != "adapter",
     )
     if to == "adapter":
-        write_artefact(folder, weights.folder, card, _tokenizer(weights))
+        write_artefact(folder, weights.folder, card, _find_tokenizer(weights))
     elif to == "merged":
         _write_model(weights, dtype, folder, min_kept)
         (folder / CARD).write_text(card, encoding="utf-8")
@@ -206,15 +206,17 @@ def _write_weights(
             dir=folder.parent, prefix=atomic_files.BUILDING
         ) as temp_folder:
             _write_model(weights, dtype, Path(temp_folder))
-            _convert(program, Path(temp_folder), folder / f"{weights.run.name}.gguf")
+            _convert_to_gguf(program, Path(temp_folder), folder / f"{weights.run.name}.gguf")
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: float = 0.0) -> None:
+def _write_model(
+    weights: _ExportedWeights, dtype: ExportDtype, folder: Path, min_kept: float = 0.0
+) -> None:
     from groupwise.engine.models.export import write_merged, write_whole
 
     if is_adapter(weights.folder):
-        files = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
+        files = write_merged(_base_model(weights), weights.folder, folder, dtype, keeping=min_kept)
         if files.kept < ENOUGH:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
@@ -223,16 +225,16 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
             )
     else:
         write_whole(weights.folder, folder, dtype)
-    _tokenizer(weights, always=True).save_pretrained(folder)
+    _find_tokenizer(weights, always=True).save_pretrained(folder)
 
 
-def _model(weights: _Weights) -> ModelConfig:
+def _base_model(weights: _ExportedWeights) -> ModelConfig:
     """The base model of the run."""
     model_section = read_config(weights.run)["model"]
     return recorded_base(model_section, trust_remote_code=weights.trusted)
 
 
-def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
+def _find_tokenizer(weights: _ExportedWeights, *, always: bool = False) -> Any:
     """The tokenizer of the run: the one stored with the weights or the final weights, otherwise the base model's.
 
     None if it is stored with the weights already, unless `always`.
@@ -246,13 +248,13 @@ def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
             return stored_tokenizer(folder)
     from groupwise.engine.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(_model(weights))
+    return load_tokenizer(_base_model(weights))
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-def _converter(path_option: Path | None) -> Path:
+def _find_converter(path_option: Path | None) -> Path:
     """Path of llama.cpp's converter: from the argument, the environment variable, or PATH."""
     converter = path_option or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
     if converter is None:
@@ -268,7 +270,7 @@ def _converter(path_option: Path | None) -> Path:
     return path
 
 
-def _convert(program: Path, model: Path, output: Path) -> None:
+def _convert_to_gguf(program: Path, model: Path, output: Path) -> None:
     """Run the converter with this Python, which must have the packages that it imports."""
     process = subprocess.run(
         [sys.executable, str(program), str(model), "--outfile", str(output)],

@@ -76,12 +76,12 @@ class ReplayedStep:
     @property
     def exact(self) -> bool:
         """True if every bit is equal."""
-        return not self.advantages and not self._unequal(0.0) and self._same_fingerprint
+        return not self.advantages and not self._unequal_names(0.0) and self._same_fingerprint
 
     @property
     def differences(self) -> tuple[str, ...]:
         """Names of the values that differ by more than the tolerance."""
-        names = self._unequal(self.tolerance or 0.0)
+        names = self._unequal_names(self.tolerance or 0.0)
         if self.tolerance is None and not self._same_fingerprint:
             names.append("fingerprint")
         return (*names, *(["advantages"] if self.advantages else []))
@@ -90,12 +90,12 @@ class ReplayedStep:
     def _same_fingerprint(self) -> bool:
         return self.recorded.fingerprint == self.replayed.fingerprint
 
-    def _unequal(self, tolerance: float) -> list[str]:
+    def _unequal_names(self, tolerance: float) -> list[str]:
         before, now = self.recorded, self.replayed
         margin = tolerance * max(before.grad_norm or 0.0, LEAST)
         pairs = {
-            "loss": _close(before.loss, now.loss, margin),
-            "grad_norm": _close(before.grad_norm, now.grad_norm, margin),
+            "loss": _is_close(before.loss, now.loss, margin),
+            "grad_norm": _is_close(before.grad_norm, now.grad_norm, margin),
             "version": before.version == now.version,
         }
         return [name for name, equal in pairs.items() if not equal]
@@ -151,7 +151,7 @@ def replay(reference: str, *, step: int | None = None, runs_dir: Path = Path("ru
     """
     path = find.resolve(reference, runs_dir).path
     with Store.open(path / RECORD, readonly=True) as store:
-        return run_to_end(_replay(_recording(path, store, step)))
+        return run_to_end(_replay(_open_recording(path, store, step)))
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class _Recording:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def _recording(path: Path, store: Store, requested_step: int | None) -> _Recording:
+def _open_recording(path: Path, store: Store, requested_step: int | None) -> _Recording:
     facts, resumes = store.get_meta(), store.resumes()
     if facts.get("kind", "rl") != "rl":
         raise UsageError(
@@ -237,11 +237,11 @@ def as_it_was(
     for resume in reversed(resumes[max(resumes_applied, default=0) :]):
         for key, (old_value, _) in resume.changes.items():
             if key.startswith("layout.") == (section == "layout"):
-                _put(config, key.removeprefix(f"{section}.").split("."), old_value)
+                _set_key(config, key.removeprefix(f"{section}.").split("."), old_value)
     return config
 
 
-def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+def _set_key(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     *sections, leaf = keys
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -292,10 +292,10 @@ async def _replay(recording: _Recording) -> Replay:
                 interruption=Interruption(),
                 policy=Policy(folder.name, 0, "", "adapter", ""),
             )
-            mismatch = await _begin(run, recording)
+            mismatch = await _load_start(run, recording)
             steps: list[ReplayedStep] = []
             for step in range(recording.first, recording.step + 1):
-                steps.append(await _step(run, recording, step))
+                steps.append(await _replay_step(run, recording, step))
                 values_replayed = steps[-1].replayed
                 values = {"loss": values_replayed.loss, "grad_norm": values_replayed.grad_norm}
                 progress.step(
@@ -321,7 +321,7 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
             build.remove_publications(publications)
 
 
-async def _begin(run: Learning, recording: _Recording) -> str | None:
+async def _load_start(run: Learning, recording: _Recording) -> str | None:
     """Load the initial weights of the replay. Returns how they differ from the recorded ones, or None."""
     checkpoint = recording.checkpoint
     if checkpoint is None:
@@ -336,7 +336,7 @@ async def _begin(run: Learning, recording: _Recording) -> str | None:
         )
         fingerprint = next(fingerprints, None)
     else:
-        _load(run, checkpoint)
+        _load_checkpoint(run, checkpoint)
         fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)
     if fingerprint in (None, run.policy.fingerprint):
@@ -347,7 +347,7 @@ async def _begin(run: Learning, recording: _Recording) -> str | None:
     )
 
 
-def _load(run: Learning, checkpoint: Checkpoint) -> None:
+def _load_checkpoint(run: Learning, checkpoint: Checkpoint) -> None:
     try:
         run.learner.load(str(checkpoint.path))
     except (OSError, GroupwiseError) as error:
@@ -360,7 +360,7 @@ def _load(run: Learning, checkpoint: Checkpoint) -> None:
     run.take_position(checkpoint.extra["position"])
 
 
-async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
+async def _replay_step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
     """Repeat `groupwise.training.loops.rl.take_step` without sampling and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
     groups = _trained_groups(recording, record)
@@ -372,8 +372,8 @@ async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep
     run.step += 1
     return ReplayedStep(
         step,
-        recorded=_learnt(metrics, record.version_out, record.fingerprint_out),
-        replayed=_learnt(result.metrics, run.policy.version, run.policy.fingerprint),
+        recorded=_step_values(metrics, record.version_out, record.fingerprint_out),
+        replayed=_step_values(result.metrics, run.policy.version, run.policy.fingerprint),
         advantages=sum(map(_other_advantages, groups, weights)),
         tolerance=RELATIVE[recording.layout.dtype] if recording.rounding else None,
     )
@@ -403,11 +403,11 @@ def _other_advantages(group: Group, weights: Weights) -> int:
     return sum(before != now for before, now in zip(recorded, advantages, strict=True))
 
 
-def _learnt(metrics: Mapping[str, float], version: int, fingerprint: str) -> Learnt:
+def _step_values(metrics: Mapping[str, float], version: int, fingerprint: str) -> Learnt:
     return Learnt(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
 
 
-def _close(before: float | None, now: float | None, margin: float) -> bool:
+def _is_close(before: float | None, now: float | None, margin: float) -> bool:
     if before is None or now is None:
         return before is now
     both_broken = math.isnan(before) and math.isnan(now)

@@ -339,7 +339,7 @@ async def _rescore_steps(
             )
             by_draw = {group.draw: group for group in rescored_groups}
             groups = [
-                _with_ranks(_old_and_new(step, old, by_draw.get(old.draw))) for old, _ in pairs
+                _with_ranks(_pair_rollouts(step, old, by_draw.get(old.draw))) for old, _ in pairs
             ]
             tallies[step] = _tally(groups, judge.rubric.names)
             for row in chain.from_iterable(groups):
@@ -370,7 +370,7 @@ def _can_be_judged(rollout: Rollout) -> bool:
     )
 
 
-def _old_and_new(step: int, old: Group, new: Group | None) -> list[Rescored]:
+def _pair_rollouts(step: int, old: Group, new: Group | None) -> list[Rescored]:
     if new is None:
         return []
     return [
@@ -397,13 +397,13 @@ def _old_and_new(step: int, old: Group, new: Group | None) -> list[Rescored]:
 # --- comparison of old and new -------------------------------------------------------------------
 
 
-def _both(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
+def _reward_pairs(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
     return [(row.old, row.new) for row in rows if row.old is not None and row.new is not None]
 
 
 def _with_ranks(group: Sequence[Rescored]) -> list[Rescored]:
     """The rollouts of a group with their ranks."""
-    pairs = _both(group)
+    pairs = _reward_pairs(group)
     old_rewards, new_rewards = [x for x, _ in pairs], [y for _, y in pairs]
     return [
         row
@@ -448,10 +448,10 @@ class _Tally:
 
 def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally:
     rows = [row for group in groups for row in group]
-    pairs = _both(rows)
+    pairs = _reward_pairs(rows)
     old, new = [x for x, _ in pairs], [y for _, y in pairs]
     mean_old, mean_new = (fmean(old), fmean(new)) if pairs else (0.0, 0.0)
-    orders_agree = [agrees for group in groups for agrees in _ordered_alike(group)]
+    orders_agree = [agrees for group in groups for agrees in _order_agreements(group)]
     # The reason why a rollout was not scored; if it was, the reasons why rewards without weight failed.
     reasons: Counter[str] = Counter()
     for row in rows:
@@ -496,12 +496,12 @@ def _agreement(tallies: Sequence[_Tally]) -> Agreement:
         agreement=sum(tally.alike for tally in scored_tallies) / pairs if pairs else None,
         moved=sum(tally.moved for tally in tallies),
         failed=sum(tally.failed for tally in tallies),
-        reasons=dict(_total(tally.reasons for tally in tallies).most_common(SHOWN_REASONS)),
-        unanswered=dict(_total(tally.unanswered for tally in tallies)),
+        reasons=dict(_sum_counts(tally.reasons for tally in tallies).most_common(SHOWN_REASONS)),
+        unanswered=dict(_sum_counts(tally.unanswered for tally in tallies)),
     )
 
 
-def _total(counts: Iterable[dict[str, int]]) -> Counter[str]:
+def _sum_counts(counts: Iterable[dict[str, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)
@@ -537,9 +537,9 @@ def _correlation(tallies: Sequence[_Tally], scored_count: int) -> float | None:
     return max(-1.0, min(1.0, covariance / sqrt(old * new))) if old and new else None
 
 
-def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
+def _order_agreements(group: Sequence[Rescored]) -> Iterator[bool]:
     """For each pair of a group that is not tied on both sides, whether both sides order it alike."""
-    for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
+    for (x_old, x_new), (y_old, y_new) in combinations(_reward_pairs(group), 2):
         old_order, new_order = _sign(x_old - y_old), _sign(x_new - y_new)
         if old_order or new_order:
             yield old_order == new_order

@@ -215,7 +215,7 @@ def prepare(model_settings: Asking, folder: Path) -> None:
 
 def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
     """Read the result. Raises RunError unless it is complete."""
-    content = _result(folder)
+    content = _read_result_file(folder)
     try:
         results = content["results"].items()
         task, metrics = next(pair for pair in results if pair[0] == f"{suite.task}|0")
@@ -261,7 +261,7 @@ def details(folder: Path) -> Path:
     return file
 
 
-def _result(folder: Path) -> dict[str, Any]:
+def _read_result_file(folder: Path) -> dict[str, Any]:
     files = list((folder / OUTPUT / "results").rglob("results_*.json"))
     if len(files) != 1:
         raise RunError(f"it left {len(files) or 'no'} results in {folder / OUTPUT / 'results'}")

@@ -114,7 +114,7 @@ def _fill_placeholders(argument: str, weights: Weights, folder: Path, port: int)
         "{merged}": lambda: str(_merged_weights(weights, folder / "merged")),
         "{base}": lambda: weights.base().name,
         PORT: lambda: str(port),
-        "{gpus}": lambda: str(_gpus(weights)),
+        "{gpus}": lambda: str(_count_gpus(weights)),
     }
     for placeholder in PLACES:
         if placeholder in argument:
@@ -147,7 +147,7 @@ def _merged_weights(weights: Weights, target: Path) -> Path:
     return target.resolve()
 
 
-def _gpus(weights: Weights) -> int:
+def _count_gpus(weights: Weights) -> int:
     from groupwise.engine.models.plan import all_parameters
 
     # One GPU per started 30 billion parameters (a smaller model fits on one of 80 GB), rounded up to a power of two, because tensor
@@ -166,7 +166,7 @@ def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[s
                 f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_words()}"
             )
         try:
-            return run_to_end(_models(endpoint))
+            return run_to_end(_list_models(endpoint))
         except EndpointError as error:
             if error.status in (401, 403):
                 raise
@@ -178,7 +178,7 @@ def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[s
         time.sleep(LOOK)
 
 
-async def _models(endpoint: Endpoint) -> tuple[str, ...]:
+async def _list_models(endpoint: Endpoint) -> tuple[str, ...]:
     async with Client(endpoint) as client:
         return await client.models(retries=0)
 

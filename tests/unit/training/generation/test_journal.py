@@ -32,7 +32,7 @@ def written(path: Path) -> Answers:
 def test_what_all_answers_have_cost_and_whose_they_are(tmp_path: Path) -> None:
     answers = written(tmp_path / "a.jsonl")
     assert answers.billed == Billed(3, Usage(15, 8))
-    assert [answers.beside(keys) for keys in ({"k", "l"}, {"l"}, {"other"})] == [0, 2, 3]
+    assert [answers.count_orphans(keys) for keys in ({"k", "l"}, {"l"}, {"other"})] == [0, 2, 3]
     answers.add({"key": "k", "first": 3, "choices": [], "usage": {}, "model": "m"})
     assert answers.billed == Billed(4, Usage(15, 8), untold=1)
 
