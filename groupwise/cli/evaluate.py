@@ -15,7 +15,7 @@ from groupwise.cli.rl import Overrides, TaskOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """How suites are run; the names of the fields are those of `SuitesAsked`."""
+    """How suites are run; the names of the fields are those of `SuiteRequest`."""
 
     endpoint: Annotated[
         str | None,
@@ -170,13 +170,13 @@ def _evaluate_task(
 
     if dry_run:
         collect_seldom()
-        from groupwise.training.evaluation.evaluate import plan_each
+        from groupwise.training.evaluation.evaluate import plan_policies
 
-        write_json(plan_each(*task, **options))
+        write_json(plan_policies(*task, **options))
         return
-    from groupwise.training.evaluation.evaluate import evaluate_each
+    from groupwise.training.evaluation.evaluate import evaluate_policies
 
-    results = evaluate_each(*task, **options)
+    results = evaluate_policies(*task, **options)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
         return
@@ -206,7 +206,7 @@ def _evaluate_suites(
     from groupwise.cli.printing import print_table, print_text
     from groupwise.training.evaluation.suite_evaluation import (
         METRIC,
-        SuitesAsked,
+        SuiteRequest,
         evaluate_suites,
         interval_of,
         plan,
@@ -214,7 +214,7 @@ def _evaluate_suites(
 
     if policies and len(policies) > 1:
         raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
-    request = SuitesAsked(suites, policy=policies[0] if policies else None, **given)
+    request = SuiteRequest(suites, policy=policies[0] if policies else None, **given)
     if dry_run:
         write_json(plan(request))
         return

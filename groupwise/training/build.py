@@ -4,7 +4,7 @@
 learner of a supervised run, `start_serving` the sampler of an evaluation. If an adapter is trained, sampler and learner share one base
 model in memory. Each has its own copy of the adapter, and the sampler's copy changes only by loading published files. Depending on the
 layout, the parts are in this process or in ranks (`groupwise.engine.distributed`); the zygote of the ranks then builds them once, with
-`make_described`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with `model.backend: tunix`, a
+`make_worker_from_json`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with `model.backend: tunix`, a
 worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single process
 (`groupwise.engine.backends.unsloth`).
 
@@ -48,7 +48,7 @@ from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
     AnyConfig,
     Layout,
-    layout_told,
+    layout_from_response,
     most_processes,
     samplers_of,
 )
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
-MAKE = "groupwise.training.build:make_described"
+MAKE = "groupwise.training.build:make_worker_from_json"
 
 LARGE_ADAPTER = 512 << 20
 """Default size in bytes of one publication: that of a rank-64 adapter on a model of 7 billion parameters."""
@@ -513,7 +513,7 @@ async def _build_on_server(
     assert config.run.server is not None
     spec = await asyncio.to_thread(_remote_spec, kind, config, layout, run, folder, weights)
     parts = await start(config.run.server, spec)
-    if layout_told(parts.layout) != layout:
+    if layout_from_response(parts.layout) != layout:
         parts.session.close()
         raise UsageError(
             f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."
@@ -735,12 +735,12 @@ def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any)
 def _make_arguments(
     kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
 ) -> dict[str, Any]:
-    """Arguments of `make_described` as plain JSON."""
+    """Arguments of `make_worker_from_json` as plain JSON."""
     config_json = config.model_dump(mode="json")
     return {"kind": kind, "config": config_json, "layout": asdict(layout), **arguments}
 
 
-def make_described(
+def make_worker_from_json(
     kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **arguments: Any
 ) -> Hosted:
     """The factory that the zygote calls."""

@@ -535,7 +535,7 @@ def load_config(
     `to_train`: also check the names of `callbacks`, which only training loads.
     """
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(given_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides)
     # By default, correct by importance sampling if completions come from earlier policies or from
     # engines that round differently from the learner.
     training = tree.value(("training",))
@@ -597,7 +597,7 @@ def _take_label_from_environment(tree: Tree) -> None:
         tree.values["rewards"] = {**section, "default_task": label}
 
 
-def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
+def read_source_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
     """The given config of any command as a tree, not yet validated."""
     if isinstance(source, Tree):
         return source

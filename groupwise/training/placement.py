@@ -147,10 +147,12 @@ def _server_layout(
 ) -> Layout:
     from groupwise.engine.backends.remote.parts import planned_layout
 
-    return layout_told(planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
+    return layout_from_response(
+        planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt)
+    )
 
 
-def layout_told(facts: Mapping[str, Any]) -> Layout:
+def layout_from_response(facts: Mapping[str, Any]) -> Layout:
     """The layout in a server's response. Raises UsageError if the server's version has other fields."""
     try:
         return Layout(**facts)

@@ -31,9 +31,9 @@ from groupwise.training.config import (
     CALLBACKS,
     CallbackEntries,
     LoadedConfig,
-    given_tree,
     json_schema,
     load_config,
+    read_source_tree,
     stem_of,
     unknown_callbacks,
 )
@@ -263,7 +263,7 @@ def load_sft_config(
 ) -> LoadedSftConfig:
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(given_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides)
     of_rl = tree.values.get("warm_up") is not None
     if of_rl and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
@@ -285,9 +285,9 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     assert warm_up is not None
     if isinstance(warm_up, str):
         base_folder = loaded.path.parent if loaded.path else Path()
-        tree = given_tree(base_folder / warm_up)
+        tree = read_source_tree(base_folder / warm_up)
     else:
-        tree = given_tree(warm_up)
+        tree = read_source_tree(warm_up)
     rl_values = config.model_dump(mode="json", exclude_unset=True)
     shared_sections = {
         "model": rl_values["model"],

@@ -17,7 +17,7 @@ from groupwise.cli.printing import (
 )
 
 if TYPE_CHECKING:
-    from groupwise.training.review.replay import Learnt, Replay, ReplayedStep
+    from groupwise.training.review.replay import Replay, ReplayedStep, StepValues
 
 
 def replay(
@@ -57,7 +57,7 @@ def _rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
 
 
-def _cells(learnt: Learnt) -> tuple[str, ...]:
+def _cells(learnt: StepValues) -> tuple[str, ...]:
     numbers = ["–" if value is None else repr(value) for value in (learnt.loss, learnt.grad_norm)]
     return (*numbers, str(learnt.version), learnt.fingerprint)
 

@@ -35,7 +35,7 @@ from groupwise.training.review.compare import (
     Side,
     compare_sides,
     side_of,
-    what_is_meant,
+    split_reference,
 )
 
 PER_PAGE = 50
@@ -212,7 +212,7 @@ def side(visit: Visit, reference: str) -> Side:
     """An evaluation of this dashboard; a path outside of it is not accepted."""
     if reference.startswith(":"):
         return side_beside(visit.place.runs.folder, reference)
-    return side_of(*what_is_meant(reference, visit.place.run_and_step))
+    return side_of(*split_reference(reference, visit.place.run_and_step))
 
 
 class Answers(Query):

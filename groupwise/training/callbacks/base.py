@@ -101,7 +101,7 @@ class RunHandle:
 
     def __init__(self, run: Observed, requests: ControlRequests, name: str) -> None:
         self._run = run
-        self._asked = requests
+        self._requests = requests
         self._name = name
         self.config = View(run.config.model_dump(mode="json"))
         """The resolved config, read-only: `run.config["training"]["seed"]`, `run.config.training.seed`."""
@@ -173,20 +173,20 @@ class RunHandle:
 
     def leave(self, what: str) -> None:
         """Call this in `on_run_end` of a finished run to leave work to a resume. The run then counts as interrupted."""
-        self._asked.left.append(what)
+        self._requests.left.append(what)
 
     def stop(self, reason: str = "") -> None:
         """End the run after this step, in good order and with final weights. The run's summary contains `reason`."""
-        if self._asked.stop is None:
-            self._asked.stop = Stop(self._name, reason)
+        if self._requests.stop is None:
+            self._requests.stop = Stop(self._name, reason)
 
     def save(self) -> None:
         """Write a checkpoint after this step."""
-        self._asked.save = True
+        self._requests.save = True
 
     def evaluate(self) -> None:
         """Evaluate on the held-out prompts after this step."""
-        self._asked.evaluate = True
+        self._requests.evaluate = True
 
 
 EventResult = Awaitable[None] | None
@@ -273,7 +273,7 @@ class Callbacks:
             # Number repeated names, so that each callback has its own: x, x-2, …
             count = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
             self._members.append(_Member(f"{name}-{count + 1}" if count else name, callback))
-        self._asked = ControlRequests()
+        self._requests = ControlRequests()
         self._run: Observed | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None
         self._announced: list[str] = []
@@ -292,26 +292,26 @@ class Callbacks:
     @property
     def stop(self) -> Stop | None:
         """The request to end the run after this step, with the callback that made it; None if there is none."""
-        return self._asked.stop
+        return self._requests.stop
 
     @property
     def unfinished_work(self) -> Sequence[str]:
         """Descriptions of the work that a finished run leaves to a resume."""
-        return self._asked.left
+        return self._requests.left
 
     def save_was_asked(self) -> bool:
         """True if a checkpoint was requested; reading clears the request."""
-        save_requested, self._asked.save = self._asked.save, False
+        save_requested, self._requests.save = self._requests.save, False
         return save_requested
 
     @property
     def evaluation_was_asked(self) -> bool:
         """True from the request for an evaluation until one is announced or the request is dropped; survives a resume."""
-        return self._asked.evaluate
+        return self._requests.evaluate
 
     def give_up_evaluation(self) -> None:
         """Drop the request for an evaluation, because none can be made."""
-        self._asked.evaluate = False
+        self._requests.evaluate = False
 
     # Events
 
@@ -322,7 +322,7 @@ class Callbacks:
             return
         self._thread = DaemonThreads([_Caller()], "callbacks")
         for member in self._members:
-            member.handle = RunHandle(run, self._asked, member.name)
+            member.handle = RunHandle(run, self._requests, member.name)
         logger.info("callbacks: %s", ", ".join(self.names))
         await self._announce("on_run_begin")
         await self.announce_checkpoint()
@@ -346,7 +346,7 @@ class Callbacks:
         """Announce a recorded evaluation, also one from before a resume; once only, and only if it is of the current policy."""
         if self._run is None or record.step != self._run.step:
             return
-        self._asked.evaluate = False
+        self._requests.evaluate = False
         key = f"{record.name} {record.asked}".strip()  # other prompts: another evaluation
         if key in self._announced:
             return
@@ -369,7 +369,7 @@ class Callbacks:
         """
 
         def ended() -> tuple[RunEnd]:
-            state = "interrupted" if self._asked.left else end.state
+            state = "interrupted" if self._requests.left else end.state
             return (replace(end, state=state, summary=dict(end.summary)),)
 
         try:
@@ -403,10 +403,10 @@ class Callbacks:
                     member, "load_state", lambda m=member: m.callback.load_state(states[m.name])
                 )
         self._announced = list(saved.get("told", ()))
-        self._asked.evaluate = saved.get("evaluate", False)
+        self._requests.evaluate = saved.get("evaluate", False)
         stop = saved.get("stop")
         if stop and stop["by"] in self.names:
-            self._asked.stop = Stop(**stop)
+            self._requests.stop = Stop(**stop)
 
     def _state_now(self) -> dict[str, Any]:
         keeping = [member for member in self._members if overrides(member.callback, "state")]
@@ -417,8 +417,8 @@ class Callbacks:
         return {
             "states": {name: state for name, state in states.items() if state is not None},
             "told": list(self._announced),
-            "evaluate": self._asked.evaluate,
-            "stop": asdict(self._asked.stop) if self._asked.stop else None,
+            "evaluate": self._requests.evaluate,
+            "stop": asdict(self._requests.stop) if self._requests.stop else None,
         }
 
     # Calls

@@ -357,12 +357,12 @@ def _resolve_suites(
             "suites are asked of a server: give `serve`, a list of words that serve the weights, such as "
             '[vllm, serve, "{policy}", --host, 127.0.0.1, --port, "{port}"].'
         )
-    from groupwise.training.suites.lighteval import Asking, chosen_suites
+    from groupwise.training.suites.lighteval import ModelSettings, chosen_suites
     from groupwise.training.suites.serving import check_words
 
     with _usage_as_value_error():
         check_words(serve)
-        questions = Asking(base_url="", **sampling_options)
+        questions = ModelSettings(base_url="", **sampling_options)
         return chosen_suites(suites, questions.samples)
 
 

@@ -40,7 +40,7 @@ class EarlyStop(Callback):
         """Number of steps done at the best value."""
         self.not_better = 0
         """Number of observations since the best value."""
-        self._asked = ""
+        self._questions = ""
         """The held-out prompts (`asked`) of the evaluations so far; empty before the first evaluation."""
         self._missed = False
 
@@ -63,9 +63,9 @@ class EarlyStop(Callback):
         """Observe the evaluation's metrics, if evaluations are observed."""
         if self.observe == "evaluations":
             # A best value on other held-out prompts is not comparable.
-            if self._asked and evaluation.asked != self._asked:
+            if self._questions and evaluation.asked != self._questions:
                 self.best, self.best_step, self.not_better = None, 0, 0
-            self._asked = evaluation.asked
+            self._questions = evaluation.asked
             self._update_best(run, dict(evaluation.metrics))
 
     def state(self) -> dict[str, Any]:
@@ -74,14 +74,14 @@ class EarlyStop(Callback):
             "best": self.best,
             "best_step": self.best_step,
             "not_better": self.not_better,
-            "asked": self._asked,
+            "asked": self._questions,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.best, self.best_step = state["best"], state["best_step"]
         self.not_better = state["not_better"]
-        self._asked = state.get("asked", "")
+        self._questions = state.get("asked", "")
 
     def _update_best(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)

@@ -48,7 +48,7 @@ class JsonlSink:
         _truncate(run.folder / EVALUATIONS, steps_written, KNOWN_AFTER)
         return steps_written
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         """Write rollouts and findings first: they count only once the row of metrics follows."""
         if line.findings:
             finding_rows = [

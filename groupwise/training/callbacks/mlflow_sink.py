@@ -118,7 +118,7 @@ class MlflowSink:
         logger.info("mlflow has it as the run %s", self._run_id)
         return steps_written
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         """Send the metrics and the table, then set the tag to this row."""
         with _client_settings(PATIENTLY):
             point = import_module("mlflow.entities").Metric

@@ -160,7 +160,9 @@ class Reporting(Callback):
                 )
             if line.values or new_findings:
                 row = replace(line, findings=tuple(new_findings.values()))
-                self._call_or_drop(name, lambda name=name, full=row: self._sinks[name].line(full))
+                self._call_or_drop(
+                    name, lambda name=name, full=row: self._sinks[name].write_row(full)
+                )
                 self._held[name] = line.steps
 
     def _call_or_drop(self, name: str, call: Callable[[], Any]) -> Any:

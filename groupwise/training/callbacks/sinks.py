@@ -130,7 +130,7 @@ class Sink(Protocol):
         """Start a new or resumed run. Returns the last row that the sink has of it, or `NOTHING`."""
         ...
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         """Show one row."""
         ...
 

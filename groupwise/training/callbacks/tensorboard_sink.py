@@ -56,7 +56,7 @@ class TensorBoardSink:
         self._writer.add_event(event)
         return NOTHING
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         """Write one event with all values, and one for each finding, at the finding's own steps."""
         self._add_event(line.finished_at, line.steps, line.values)
         for finding in line.findings:

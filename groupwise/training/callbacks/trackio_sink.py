@@ -41,7 +41,7 @@ class TrackioSink:
         )
         return self._run._next_step - 1
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         """Send one row; trackio takes only finite numbers."""
         values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
         for name, (columns, rows) in line.tables().items():

@@ -119,7 +119,7 @@ class TrainerCallbackAdapter(Callback):
         self._state: Any = None
         self._control: Any = TrainerControl()
         self._best: dict[str, Any] = {}
-        self._asked = ""
+        self._questions = ""
         self._saved: tuple[int, str] | None = None
         self._epochs_said = False
 
@@ -164,11 +164,11 @@ class TrainerCallbackAdapter(Callback):
             for name, value in evaluation.metrics.items()
         }
         if (
-            self._asked and evaluation.asked != self._asked
+            self._questions and evaluation.asked != self._questions
         ):  # evaluated on other prompts, so the previous best is not comparable
             for name in OF_THE_BEST:
                 setattr(self._state, name, None)
-        self._asked = evaluation.asked
+        self._questions = evaluation.asked
         self._log(run, metrics)
         self._forward_event(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
         self._note_best(run, metrics)
@@ -187,14 +187,14 @@ class TrainerCallbackAdapter(Callback):
     def state(self) -> dict[str, Any]:
         """The best evaluation so far and, of a stateful callback, the attributes that it exports."""
         best = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
-        saved = {"best": best or self._best, "asked": self._asked}
+        saved = {"best": best or self._best, "asked": self._questions}
         if not any(base.__name__ == STATEFUL for base in type(self.wrapped).__mro__):
             return saved
         return {**saved, "attributes": dict(self.wrapped.state()["attributes"])}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self._best, self._asked = state["best"], state.get("asked", "")
+        self._best, self._questions = state["best"], state.get("asked", "")
         for name, value in state.get("attributes", {}).items():
             setattr(self.wrapped, name, value)
 

@@ -65,7 +65,7 @@ class WandbSink:
             return NOTHING
         return self._run.starting_step - 1
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         """Send one row of the run's history."""
         for name in {finding.name for finding in line.findings} - self._defined:
             self._defined.add(name)

@@ -46,7 +46,12 @@ from groupwise.training.checks.check_environment import (
     judge_games,
     play,
 )
-from groupwise.training.checks.check_given import GivenGroup, judge_given, load_given, score_given
+from groupwise.training.checks.check_given import (
+    CompletionGroup,
+    judge_completions,
+    load_completions,
+    score_completions,
+)
 from groupwise.training.checks.check_gold import (
     GOLD_COMPLETION,
     Gold,
@@ -258,15 +263,15 @@ def _render_prompts(subject: Subject) -> list[str]:
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
 
 
-def _load_given_groups(subject: Subject, completions: str | None) -> list[GivenGroup]:
+def _load_given_groups(subject: Subject, completions: str | None) -> list[CompletionGroup]:
     if completions is None:
         return []
     runs_dir = Path(subject.config.run.dir)
-    return load_given(completions, subject.train, subject.held_out, runs_dir)
+    return load_completions(completions, subject.train, subject.held_out, runs_dir)
 
 
 async def _try_everything(
-    subject: Subject, rows: int, given_groups: Sequence[GivenGroup], findings: Findings
+    subject: Subject, rows: int, given_groups: Sequence[CompletionGroup], findings: Findings
 ) -> list[dict[str, Any]]:
     """Try the environment and the rewards, as far as the task has them. Returns the table of earned rewards."""
     if subject.task.has("get_environment"):
@@ -303,7 +308,7 @@ async def _try_everything(
 
 
 async def _try_rewards(
-    subject: Subject, rows: int, given_groups: Sequence[GivenGroup], findings: Findings
+    subject: Subject, rows: int, given_groups: Sequence[CompletionGroup], findings: Findings
 ) -> list[dict[str, Any]]:
     """Score completions of all kinds, report the findings, and return the table of earned rewards."""
     config = subject.config
@@ -322,8 +327,8 @@ async def _try_rewards(
         gold = await _find_gold(trial, subject, examples, findings)
         verdicts = await _try_known(subject, trial, examples, gold, findings)
         if given_groups:
-            answers = await score_given(trial, given_groups)
-            findings.extend(judge_given(given_groups, answers, success_of(subject.config)))
+            answers = await score_completions(trial, given_groups)
+            findings.extend(judge_completions(given_groups, answers, success_of(subject.config)))
             verdicts += [verdict for group in answers for verdict in group]
         if subject.task.has("compute_metrics"):
             findings.add(await _metrics_on_gold(subject, scorer, rows, gold))

@@ -43,7 +43,7 @@ NEAR = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class GivenGroup:
+class CompletionGroup:
     """Completions of one example."""
 
     example: Example
@@ -52,9 +52,9 @@ class GivenGroup:
     """The reward of each completion in its run; empty if unknown."""
 
 
-def load_given(
+def load_completions(
     source: str, train: Sequence[Example], held_out: Sequence[Example], runs_dir: Path
-) -> list[GivenGroup]:
+) -> list[CompletionGroup]:
     """Load the completions of a file or of a run's record. Raises UsageError for other sources, and for rows that do not match the task."""
     path = Path(source).expanduser()
     if path.is_file():
@@ -71,18 +71,20 @@ def load_given(
             )
         if not texts_by_prompt:
             raise UsageError(f"--completions {path}: the file has no rows. {_EXPECTED}")
-        return [GivenGroup(example, tuple(texts)) for example, texts in texts_by_prompt.values()]
+        return [
+            CompletionGroup(example, tuple(texts)) for example, texts in texts_by_prompt.values()
+        ]
     try:
         address = find.resolve(source, runs_dir)
     except RunNotFoundError as error:
         raise UsageError(
             f"--completions {source}: there is no file of that name, and it names no run: {error}"
         ) from error
-    groups: list[GivenGroup] = []
+    groups: list[CompletionGroup] = []
     with Store.open(address.path / RECORD, readonly=True) as store:
         for record in reversed(store.steps()):
             groups += [
-                GivenGroup(
+                CompletionGroup(
                     group.example,
                     tuple(rollout.completion for rollout in group.rollouts),
                     tuple(rollout.reward for rollout in group.rollouts),
@@ -98,7 +100,7 @@ def load_given(
     return groups
 
 
-async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[Verdict]]:
+async def score_completions(trial: Trial, groups: Sequence[CompletionGroup]) -> list[list[Verdict]]:
     """Score the completions; returns a list of verdicts per group."""
     return [
         [
@@ -111,8 +113,10 @@ async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[V
     ]
 
 
-def judge_given(
-    groups: Sequence[GivenGroup], verdicts_by_group: Sequence[Sequence[Verdict]], success: Success
+def judge_completions(
+    groups: Sequence[CompletionGroup],
+    verdicts_by_group: Sequence[Sequence[Verdict]],
+    success: Success,
 ) -> list[Finding]:
     """Report the rewards' distribution, groups without signal, successes, failures, and whether rewards equal the recorded ones."""
     rewards_by_group = [rewards_of(verdicts) for verdicts in verdicts_by_group]
@@ -146,7 +150,7 @@ def judge_given(
 
 
 def _spread_of_given(
-    groups: Sequence[GivenGroup],
+    groups: Sequence[CompletionGroup],
     rewards_by_group: Sequence[Sequence[float]],
     values: Sequence[float],
     total: int,
@@ -217,7 +221,7 @@ def _judge_solved(
 
 
 def _compare_with_recorded(
-    groups: Sequence[GivenGroup], verdicts_by_group: Sequence[Sequence[Verdict]]
+    groups: Sequence[CompletionGroup], verdicts_by_group: Sequence[Sequence[Verdict]]
 ) -> list[Finding]:
     pairs = [
         (verdict, recorded)

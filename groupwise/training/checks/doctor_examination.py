@@ -55,7 +55,7 @@ QUESTIONS = ("What is two plus three?", "Name a colour.", "Say the word yes, and
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class DoctorSubject:
     """The config to examine, with everything that is known before the model is loaded."""
 
     config: RunConfig
@@ -107,7 +107,7 @@ def examine_all(
     return description, {"layout": asdict(subject.layout)}
 
 
-def _load_subject(loaded: LoadedConfig, task: Task | None) -> Patient:
+def _load_subject(loaded: LoadedConfig, task: Task | None) -> DoctorSubject:
     """Load everything except the model, as training would."""
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
@@ -125,7 +125,7 @@ def _load_subject(loaded: LoadedConfig, task: Task | None) -> Patient:
     )
     layout = placement.choose_layout(config, prompts.longest)
     sizes = planned_sizes(config, layout)
-    return Patient(config, tokenizer, prompts, task, layout, sizes)
+    return DoctorSubject(config, tokenizer, prompts, task, layout, sizes)
 
 
 def _task_examples(config: RunConfig, task: Task) -> list[Example]:
@@ -152,7 +152,7 @@ def _builtin_examples(tokenizer: Any) -> list[Example]:
     return [Example(index, prompt) for index, prompt in enumerate(prompts)]
 
 
-def _examine_machine(subject: Patient, load: float) -> Iterator[Finding]:
+def _examine_machine(subject: DoctorSubject, load: float) -> Iterator[Finding]:
     """Report everything about the machine that matters for the config."""
     config, layout = subject.config, subject.layout
     yield doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
@@ -184,7 +184,7 @@ def _examine_machine(subject: Patient, load: float) -> Iterator[Finding]:
 # --- the engine ----------------------------------------------------------------------------------
 
 
-async def _examine_engine(subject: Patient, findings: Findings) -> None:
+async def _examine_engine(subject: DoctorSubject, findings: Findings) -> None:
     """Build sampler and learner, check them and measure their speed."""
     config = subject.config
     try:
@@ -195,7 +195,7 @@ async def _examine_engine(subject: Patient, findings: Findings) -> None:
         findings.add(failed_check(error, "engine"))
 
 
-async def measure_cost(subject: Patient) -> tuple[Speeds, float | None, int | None]:
+async def measure_cost(subject: DoctorSubject) -> tuple[Speeds, float | None, int | None]:
     """Only measure, without checks: speeds on this machine, `usual_length`, and peak memory in bytes (None if unknown)."""
     with _build_parts(subject) as parts:
         engine = await engine_of(subject, parts)
@@ -208,7 +208,7 @@ async def measure_cost(subject: Patient) -> tuple[Speeds, float | None, int | No
 
 
 @contextmanager
-def _build_parts(subject: Patient) -> Generator[Parts]:
+def _build_parts(subject: DoctorSubject) -> Generator[Parts]:
     """Sampler and learner; their publications are removed afterwards."""
     config = subject.config
     folder = build.publication_folder(
@@ -221,7 +221,7 @@ def _build_parts(subject: Patient) -> Generator[Parts]:
         build.remove_publications(folder)
 
 
-async def engine_of(subject: Patient, parts: Parts) -> Engine:
+async def engine_of(subject: DoctorSubject, parts: Parts) -> Engine:
     """The engine with a few prompts, spread over the data, with the openings of their environments."""
     config, task = subject.config, subject.task
     sampler = config.sampler
@@ -251,7 +251,7 @@ async def engine_of(subject: Patient, parts: Parts) -> Engine:
     )
 
 
-async def examine(engine: Engine, parts: Parts, subject: Patient, findings: Findings) -> None:
+async def examine(engine: Engine, parts: Parts, subject: DoctorSubject, findings: Findings) -> None:
     """Run all checks of the engine, from the sampled tokens to the cost of a step."""
     config, layout = subject.config, subject.layout
     published = await publish(engine, 0)

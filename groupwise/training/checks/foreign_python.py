@@ -40,12 +40,12 @@ class Unread:
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class ParsedCall:
     """The result of a call whose arguments are settings."""
 
     kind: str
     line: int
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 CALLS: dict[str, tuple[str, ...]] = {
@@ -136,7 +136,7 @@ class _Reader:
     names: dict[str, Any] = field(default_factory=dict[str, Any])
     imported: dict[str, str] = field(default_factory=dict[str, str])
     """Imported functions as `module:function`, and those of this file as `:function`."""
-    made: list[Made] = field(default_factory=list[Made])
+    calls: list[ParsedCall] = field(default_factory=list[ParsedCall])
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of command-line options."""
     flags_read: set[str] = field(default_factory=set[str])
@@ -234,9 +234,9 @@ class _Reader:
             case ast.Name(name):
                 self._assign(self.names, name, value, target, new_is_sure=True)
             case ast.Attribute(ast.Name(owner), name) if isinstance(
-                call := self.names.get(owner), Made
+                call := self.names.get(owner), ParsedCall
             ):
-                self._assign(call.given, name, value, target)
+                self._assign(call.arguments, name, value, target)
             case ast.Subscript(ast.Name(owner), ast.Constant(str(name))) if isinstance(
                 container := self.names.get(owner), dict
             ):
@@ -246,7 +246,9 @@ class _Reader:
                 has_all = len(values) == len(entries)
                 for index, entry in enumerate(entries):
                     fallback = (
-                        value if index == 0 and isinstance(value, Made) else _unread_node(entry)
+                        value
+                        if index == 0 and isinstance(value, ParsedCall)
+                        else _unread_node(entry)
                     )
                     self._bind(entry, values[index] if has_all else fallback)
             case _:
@@ -273,7 +275,7 @@ class _Reader:
     # Values
 
     def value(self, node: ast.expr) -> Any:
-        """A plain value (which may contain unread ones), a `Made`, or an `Unread`."""
+        """A plain value (which may contain unread ones), a `ParsedCall`, or an `Unread`."""
         match node:
             case ast.Constant(value):
                 return value
@@ -302,8 +304,8 @@ class _Reader:
                 return _unread_node(node)
 
     def _read_attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
-        if isinstance(owner, Made):
-            return owner.given.get(name, _unread_node(node))
+        if isinstance(owner, ParsedCall):
+            return owner.arguments.get(name, _unread_node(node))
         if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
             self.flags_read.add(name)
             return self.flags[name]
@@ -324,10 +326,10 @@ class _Reader:
                 return self._read_dict(keys, values)
             case ast.Subscript(owner, key_node):
                 container, key = self.value(owner), self.value(key_node)
-                if isinstance(container, Made) and container.kind == LOADED:
-                    was_split = "train_test_split" in container.given.get("changes", ())
-                    split = container.given.get("split") if was_split else key
-                    return Made(LOADED, node.lineno, {**container.given, "split": split})
+                if isinstance(container, ParsedCall) and container.kind == LOADED:
+                    was_split = "train_test_split" in container.arguments.get("changes", ())
+                    split = container.arguments.get("split") if was_split else key
+                    return ParsedCall(LOADED, node.lineno, {**container.arguments, "split": split})
                 has_key = (
                     isinstance(container, dict) and isinstance(key, str | int) and key in container
                 )
@@ -349,8 +351,8 @@ class _Reader:
     def _unpack(self, target: dict[str, Any], node: ast.expr) -> None:
         """Add what `**` unpacks: its keys if they are known, else one key that stores the unread expression."""
         mapping = self.value(node)
-        if isinstance(mapping, Made):
-            mapping = mapping.given
+        if isinstance(mapping, ParsedCall):
+            mapping = mapping.arguments
         if isinstance(mapping, dict):
             target |= cast("dict[str, Any]", mapping)
         else:
@@ -389,7 +391,7 @@ class _Reader:
                         cast("list[Any]", additions) if is_certain else [_unread_node(node)]
                     )
                 return None
-            if isinstance(owner, Made) and owner.kind == LOADED:
+            if isinstance(owner, ParsedCall) and owner.kind == LOADED:
                 return self._changed_dataset(owner, function_name, node)
         if function_name == LOADED:
             return self._loaded_dataset(node)
@@ -397,8 +399,8 @@ class _Reader:
         if kind == "from_pretrained" and OTHERS_OWN.search(ast.unparse(node.func)):
             return _unread_node(node)
         if kind is not None:
-            call = Made(kind, node.lineno, self._arguments(node, CALLS[kind]))
-            self.made.append(call)
+            call = ParsedCall(kind, node.lineno, self._arguments(node, CALLS[kind]))
+            self.calls.append(call)
             return call
         return self._call_of_python(node, function_name)
 
@@ -409,24 +411,24 @@ class _Reader:
             arguments |= {"path": arguments.pop("data_files"), "name": None}
         splits = arguments.get("split")
         if not isinstance(splits, list):
-            self.made.append(dataset := Made(LOADED, node.lineno, arguments))
+            self.calls.append(dataset := ParsedCall(LOADED, node.lineno, arguments))
             return dataset
         split_names = cast("list[Any]", splits)
         datasets = [
-            Made(LOADED, node.lineno, arguments | {"split": split}) for split in split_names
+            ParsedCall(LOADED, node.lineno, arguments | {"split": split}) for split in split_names
         ]
-        self.made += datasets[:1]
+        self.calls += datasets[:1]
         return datasets
 
-    def _changed_dataset(self, owner: Made, function_name: str, node: ast.Call) -> Made:
+    def _changed_dataset(self, owner: ParsedCall, function_name: str, node: ast.Call) -> ParsedCall:
         """The same dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
-        arguments = dict(owner.given)
+        arguments = dict(owner.arguments)
         size = self._arguments(node, ("test_size",)).get("test_size")
         if function_name == "train_test_split" and isinstance(size, float):
             arguments["test_split_size"] = size
         if function_name != "shuffle":
             arguments["changes"] = [*arguments.get("changes", ()), function_name]
-        return Made(LOADED, node.lineno, arguments)
+        return ParsedCall(LOADED, node.lineno, arguments)
 
     def _call_of_python(self, node: ast.Call, function_name: str) -> Any:
         """Evaluate the Python built-ins that create or change settings."""
@@ -443,10 +445,10 @@ class _Reader:
             case "replace", [_]:
                 arguments = self._arguments(node, ("",))
                 original = arguments.pop("")
-                if isinstance(original, Made):
-                    self.made.remove(original)
-                    call = Made(original.kind, node.lineno, original.given | arguments)
-                    self.made.append(call)
+                if isinstance(original, ParsedCall):
+                    self.calls.remove(original)
+                    call = ParsedCall(original.kind, node.lineno, original.arguments | arguments)
+                    self.calls.append(call)
                     return call
             case "copy" | "deepcopy", [only]:
                 content = self.value(only)
@@ -488,12 +490,12 @@ class _Reader:
     def settings(self) -> dict[str, Any]:
         """The settings of the last trainer. Settings that no trainer uses come from the last call of each kind (for models, the first)."""
         settings: dict[str, Any] = {}
-        used_calls: list[Made] = []
-        trainers = [call for call in self.made if call.kind == "GRPOTrainer"]
+        used_calls: list[ParsedCall] = []
+        trainers = [call for call in self.calls if call.kind == "GRPOTrainer"]
         if trainers:
             self._take_settings(settings, trainers[-1], used_calls)
         for kind in CALLS:
-            of_kind = [call for call in self.made if call.kind == kind]
+            of_kind = [call for call in self.calls if call.kind == kind]
             if kind == "SamplingParams" or not of_kind:
                 continue
             if kind == "from_pretrained" and isinstance(settings.get("model"), str):
@@ -511,22 +513,24 @@ class _Reader:
             settings["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
         return settings
 
-    def _take_settings(self, settings: dict[str, Any], call: Made, used_calls: list[Made]) -> None:
+    def _take_settings(
+        self, settings: dict[str, Any], call: ParsedCall, used_calls: list[ParsedCall]
+    ) -> None:
         """Take the settings of an object and of its arguments; a known value takes precedence over an unread one."""
         if call in used_calls:
             return
         used_calls.append(call)
-        if call.kind == "LoraConfig" or (call.kind == "get_peft_model" and "r" in call.given):
+        if call.kind == "LoraConfig" or (call.kind == "get_peft_model" and "r" in call.arguments):
             settings["lora_call"] = call.kind
         # `eval_dataset` comes last, because it is compared with the training dataset.
-        for name in sorted(call.given, key="eval_dataset".__eq__):
-            value = call.given[name]
+        for name in sorted(call.arguments, key="eval_dataset".__eq__):
+            value = call.arguments[name]
             if name in ("train_dataset", "eval_dataset"):
                 take = self._take_dataset if name == "train_dataset" else self._take_held_out
                 if value is not None:
                     take(settings, value)
                 continue
-            if isinstance(value, Made):
+            if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
             value = self._reward_names(value) if name == "reward_funcs" else value
@@ -540,15 +544,15 @@ class _Reader:
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:
         """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""
-        if not isinstance(value, Made) or value.kind != LOADED:
+        if not isinstance(value, ParsedCall) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
             settings["train_dataset"] = Unread(_as_source(value), line, remedy=BY_A_TASK)
-            loads = [call for call in self.made if call.kind == LOADED]
-            if len({str(call.given.get("path")) for call in loads}) != 1:
+            loads = [call for call in self.calls if call.kind == LOADED]
+            if len({str(call.arguments.get("path")) for call in loads}) != 1:
                 return
             # A function makes the rows; assume that it uses the only dataset that the file loads.
-            value = Made(LOADED, line, {**loads[0].given, "changes": [_as_source(value)]})
-        path = value.given.get("path")
+            value = ParsedCall(LOADED, line, {**loads[0].arguments, "changes": [_as_source(value)]})
+        path = value.arguments.get("path")
         if not isinstance(path, str):
             settings["train_dataset"] = Unread(_as_source(path), value.line, remedy=BY_A_TASK)
             return
@@ -559,20 +563,20 @@ class _Reader:
             ("dataset_revision", "revision"),
             ("test_split_size", "test_split_size"),
         ):
-            if (argument := value.given.get(argument_name)) is not None:
+            if (argument := value.arguments.get(argument_name)) is not None:
                 settings[key] = argument
-        if changes := value.given.get("changes"):
+        if changes := value.arguments.get("changes"):
             why = f"`{{}}` changes the rows of {path} there, and here they are taken as they are"
             source = ", ".join(dict.fromkeys(changes))
             settings["train_dataset"] = Unread(source, value.line, why, BY_COLUMNS)
 
     def _take_held_out(self, settings: dict[str, Any], value: Any) -> None:
         """Take the evaluation rows if they are a split of the training dataset."""
-        if not isinstance(value, Made) or value.kind != LOADED:
+        if not isinstance(value, ParsedCall) or value.kind != LOADED:
             line = value.line if isinstance(value, Unread) else 0
             settings["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT)
             return
-        path, split = value.given.get("path"), value.given.get("split")
+        path, split = value.arguments.get("path"), value.arguments.get("split")
         if path != settings.get("dataset_name") or not isinstance(split, str):
             source = _as_source([path, split])
             settings["eval_dataset"] = Unread(source, value.line, OTHER_SET, HELD_OUT)
@@ -634,7 +638,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, cast("list[Any]", value)))
     if isinstance(value, dict):
         return all(map(_is_plain, cast("dict[str, Any]", value).values()))
-    return not isinstance(value, Unread | Made)
+    return not isinstance(value, Unread | ParsedCall)
 
 
 def _as_source(value: Any) -> str:
@@ -644,7 +648,7 @@ def _as_source(value: Any) -> str:
     if isinstance(value, dict):
         pairs = cast("dict[str, Any]", value).items()
         return f"{{{', '.join(f'{key!r}: {_as_source(item)}' for key, item in pairs)}}}"
-    if isinstance(value, Made):
+    if isinstance(value, ParsedCall):
         return f"{value.kind}(…)"
     return value.written if isinstance(value, Unread) else repr(value)
 

@@ -59,7 +59,7 @@ def is_open_r1(settings: Mapping[str, Any]) -> bool:
     return bool(OF_OPEN_R1 & settings.keys())
 
 
-def entry_of(
+def reward_entry(
     name: Any, module: str, settings: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     """Our entry for a reward (None if there is none), a remark about it, and whether something is lost.

@@ -33,7 +33,7 @@ from groupwise.training import build, placement, rollout_builder
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
-from groupwise.training.checks.doctor_examination import Patient, measure_cost
+from groupwise.training.checks.doctor_examination import DoctorSubject, measure_cost
 from groupwise.training.checks.init_choices import (
     BUDGETS,
     SLOTS,
@@ -57,7 +57,7 @@ from groupwise.training.loops.sft_prepare import (
     SftPrepared,
     planned_sft_sizes,
     prepare_sft,
-    teacher_way,
+    teacher_settings,
 )
 from groupwise.training.sft_config import LoadedSftConfig, load_sft_config
 
@@ -212,7 +212,7 @@ def _estimate_cost(
     memory = doctor_machine.memory(sizes.memory.total, free_mib)
     if not measure or memory.level == "problem":
         return Cost(layout, (*_report_dropped(prepared), memory, _skip_speed(memory)))
-    subject = Patient(
+    subject = DoctorSubject(
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
     speeds, usual_length, peak = run_to_end(measure_cost(subject))
@@ -286,7 +286,7 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
     hook = "get_sft_dataset"
     try:
         rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MEASURED)
-        settings = teacher_way(config, task, tokenizer)
+        settings = teacher_settings(config, task, tokenizer)
         lessons = read_lessons(tokenizer, spread(rows, MEASURED), settings, where=hook).lessons
     except TaskError:  # `groupwise sft` would refuse them; rewards do not need them
         return None

@@ -49,8 +49,8 @@ from groupwise.training.checks.foreign_rewards import (
     OF_CODE,
     OPEN_R1_REWARDS,
     PARAMETERS,
-    entry_of,
     is_open_r1,
+    reward_entry,
 )
 from groupwise.training.checks.init_choices import Choice
 from groupwise.training.checks.init_file import render
@@ -697,7 +697,9 @@ def _translate_rewards(translation: Translation) -> None:
     for name, weight in zip(
         reward_names, _reward_weights(translation, len(reward_names)), strict=True
     ):
-        entry, remark, is_lost = entry_of(name, module, translation.settings, translation.open_r1)
+        entry, remark, is_lost = reward_entry(
+            name, module, translation.settings, translation.open_r1
+        )
         if entry is not None and entry in entries:
             remark, is_lost = (
                 f"`{name}` is not taken over: `{entry}` does the same, and is there already",

@@ -51,7 +51,7 @@ from groupwise.training.evaluation.measures import (
     metric_names,
     rows_of,
 )
-from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.evaluation.policies import PolicyWeights, find_policy
 from groupwise.training.evaluation.results import check_writable, result_name, write_result
 from groupwise.training.evaluation.statistics import Interval, paired_difference, wilson
 
@@ -359,7 +359,7 @@ def evaluate(
     Without a task, the config names the rows and the rewards. `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or
     a hub id (`NAME@REVISION`). Raises `UsageError` for wrong arguments.
     """
-    return evaluate_each(
+    return evaluate_policies(
         config,
         task,
         [policy],
@@ -369,7 +369,7 @@ def evaluate(
     )[0]
 
 
-def evaluate_each(
+def evaluate_policies(
     config: Path | str | Mapping[str, Any] | RunConfig,
     task: object,
     policies: Sequence[str],
@@ -381,15 +381,15 @@ def evaluate_each(
     """Evaluate several policies in the same way, one after the other; all of them are looked up before the first is loaded."""
     loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
     with build.expected_ranks(loaded.config):
-        resolved_task, settings, found_policies = _resolve_request(loaded, task, policies, output)
+        resolved_task, settings, policy_weights = _resolve_request(loaded, task, policies, output)
         results: list[EvalResult] = []
-        for weights in found_policies:
+        for weights in policy_weights:
             build.expect_ranks(settings)
             results.append(run_to_end(_evaluate_policy(settings, resolved_task, weights, output)))
         return results
 
 
-def plan_each(
+def plan_policies(
     config: Path | str | Mapping[str, Any] | RunConfig,
     task: object,
     policies: Sequence[str],
@@ -398,21 +398,21 @@ def plan_each(
     samples_per_prompt: int | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
+    """The plan of `evaluate_policies`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
     loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
-    resolved_task, settings, found_policies = _resolve_request(loaded, task, policies, output)
+    resolved_task, settings, policy_weights = _resolve_request(loaded, task, policies, output)
     prepared = _prepare_evaluation(settings, resolved_task)
-    places = [_result_location(resolved_task, weights, settings) for weights in found_policies]
+    places = [_result_location(resolved_task, weights, settings) for weights in policy_weights]
     return {
         "config": resolved_values(settings),
         "plan": {
             "task": resolved_task.described,
-            "policies": [weights.label for weights in found_policies],
+            "policies": [weights.label for weights in policy_weights],
             "prompts": len(prepared.prompts.examples),
             "longest_prompt": prepared.prompts.longest,
             "samples_per_prompt": settings.eval.samples_per_prompt,
             "folders": [
-                str(policy.run or policy.folder) for policy in found_policies if policy.folder
+                str(policy.run or policy.folder) for policy in policy_weights if policy.folder
             ],
             "results": [str(output or result_file(folder, name)) for folder, name in places],
         },
@@ -437,18 +437,18 @@ def _load_config(
 
 def _resolve_request(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
-) -> tuple[Task, RunConfig, list[FoundPolicy]]:
+) -> tuple[Task, RunConfig, list[PolicyWeights]]:
     """The task, the config with the task's own keys, and the policies. Raises UsageError also if results could not be written."""
     resolved_task = rollout_builder.task_of(loaded.config, task)
     require(resolved_task, "eval")
     settings = with_task_schema(loaded, resolved_task.config_schema()).config
-    found_policies = [_find_policy(policy, settings) for policy in policies]
-    for weights in found_policies:
+    policy_weights = [_find_policy(policy, settings) for policy in policies]
+    for weights in policy_weights:
         check_writable(*_result_location(resolved_task, weights, settings), output)
-    return resolved_task, settings, found_policies
+    return resolved_task, settings, policy_weights
 
 
-def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
+def _find_policy(policy: str, config: RunConfig) -> PolicyWeights:
     weights = find_policy(policy, Path(config.run.dir))
     if weights.folder is None:
         if config.model.adapter is not None:
@@ -499,7 +499,7 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
 
 
 async def _evaluate_policy(
-    config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
+    config: RunConfig, task: Task, policy: PolicyWeights, output: Path | None
 ) -> EvalResult:
     result, fingerprint = await _answer_and_score(config, task, policy)
     content = {
@@ -517,7 +517,7 @@ async def _evaluate_policy(
 
 
 async def _answer_and_score(
-    config: RunConfig, task: Task, policy: FoundPolicy
+    config: RunConfig, task: Task, policy: PolicyWeights
 ) -> tuple[EvalResult, str]:
     """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
     asked_for = _prepare_evaluation(config, task)
@@ -536,7 +536,7 @@ async def _answer_and_score(
         await scorer.close()
 
 
-def _result_location(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
+def _result_location(task: Task, policy: PolicyWeights, config: RunConfig) -> tuple[Path, str]:
     """Folder and name of the result file: in the policy's run or, without a run, next to the folder of runs."""
     return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
 

@@ -28,11 +28,11 @@ from groupwise.core.interruption import run_to_end, sigterm_interrupts
 from groupwise.core.processes.family import how_it_ended
 from groupwise.core.processes.program import Family
 from groupwise.runs.folder import RESULTS, add_result, result_file
-from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.evaluation.policies import PolicyWeights, find_policy
 from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
 from groupwise.training.evaluation.statistics import Interval, mean_with_interval
 from groupwise.training.suites import lighteval
-from groupwise.training.suites.lighteval import SUITES, Asking, Marks, chosen_suites
+from groupwise.training.suites.lighteval import SUITES, Marks, ModelSettings, chosen_suites
 from groupwise.training.suites.serving import Weights, check_words, serving
 
 METRIC = "pass@1"
@@ -40,7 +40,7 @@ KIND = "suite"
 
 
 @dataclass(frozen=True, slots=True)
-class SuitesAsked:
+class SuiteRequest:
     """The requested suites and their options. Raises UsageError for conflicting options."""
 
     suites: tuple[str, ...]
@@ -84,11 +84,11 @@ class SuitesAsked:
             raise UsageError(f"--time-limit is {self.time_limit:g}; expected more than 0 seconds.")
         if self.endpoint is not None and self.endpoint_model is None:
             raise UsageError("--endpoint-model says which of the endpoint's models is asked.")
-        self.asking(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
+        self.model_settings(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
 
-    def asking(self, url: str, model: str) -> Asking:
+    def model_settings(self, url: str, model: str) -> ModelSettings:
         """The parameters of requests to one service."""
-        return Asking(
+        return ModelSettings(
             checked_url(url),
             model,
             self.samples_per_prompt,
@@ -138,7 +138,7 @@ class SuiteResults:
 
 
 def evaluate_suites(
-    request: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
+    request: SuiteRequest, on_progress: Callable[[str], None] = lambda text: None
 ) -> SuiteResults:
     """Run all suites, one after the other. Raises UsageError before any work; a failed suite is part of the result."""
     program = lighteval.find_program(request.program)
@@ -150,7 +150,7 @@ def evaluate_suites(
     with sigterm_interrupts():
         if request.endpoint is not None:
             assert request.endpoint_model is not None, "it was checked"
-            model_settings = request.asking(request.endpoint, request.endpoint_model)
+            model_settings = request.model_settings(request.endpoint, request.endpoint_model)
             run_to_end(
                 _check_endpoint(
                     Endpoint(
@@ -173,7 +173,7 @@ def evaluate_suites(
             ) as (server, url, model):
                 _run_suites(
                     request,
-                    request.asking(url, model),
+                    request.model_settings(url, model),
                     program,
                     policy,
                     outcome,
@@ -189,13 +189,13 @@ def evaluate_suites(
     return outcome
 
 
-def plan(request: SuitesAsked) -> dict[str, Any]:
+def plan(request: SuiteRequest) -> dict[str, Any]:
     """The plan of `evaluate_suites` for `--dry-run`. Sends no request, and starts and writes nothing."""
     program = lighteval.find_program(request.program)
     policy = _resolve_policy(request)
     results_folder = _results_folder(request, policy)
     model = request.endpoint_model or "MODEL"
-    model_settings = request.asking(request.endpoint or "http://127.0.0.1:PORT", model)
+    model_settings = request.model_settings(request.endpoint or "http://127.0.0.1:PORT", model)
     folders = {
         name: results_folder / _folder_name(request, name, policy) for name in request.suites
     }
@@ -215,10 +215,10 @@ def plan(request: SuitesAsked) -> dict[str, Any]:
 
 
 def _run_suites(
-    request: SuitesAsked,
-    model_settings: Asking,
+    request: SuiteRequest,
+    model_settings: ModelSettings,
     program: Sequence[str],
-    policy: FoundPolicy,
+    policy: PolicyWeights,
     outcome: SuiteResults,
     server: Family | None,
     on_progress: Callable[[str], None],
@@ -247,7 +247,7 @@ def _run_suites(
 
 def _run_suite(
     name: str,
-    model_settings: Asking,
+    model_settings: ModelSettings,
     program: Sequence[str],
     folder: Path,
     key: str | None,
@@ -275,7 +275,7 @@ def _run_suite(
 
 
 def _result_content(
-    name: str, model_settings: Asking, marks: Marks, folder: Path, seconds: float
+    name: str, model_settings: ModelSettings, marks: Marks, folder: Path, seconds: float
 ) -> dict[str, Any]:
     interval = mean_with_interval(list(marks.scores.values()))
     return {
@@ -310,10 +310,10 @@ def interval_of(result: dict[str, Any]) -> Interval:
     return Interval(result["metrics"][METRIC], low, high, result["prompts"])
 
 
-def _resolve_policy(request: SuitesAsked) -> FoundPolicy:
+def _resolve_policy(request: SuiteRequest) -> PolicyWeights:
     if request.policy is None:
         assert request.endpoint_model is not None, "it was checked"
-        return FoundPolicy(request.endpoint_model)
+        return PolicyWeights(request.endpoint_model)
     policy = find_policy(request.policy, request.runs_dir)
     if policy.folder is None:
         raise UsageError(
@@ -322,14 +322,14 @@ def _resolve_policy(request: SuitesAsked) -> FoundPolicy:
     return policy
 
 
-def _results_folder(request: SuitesAsked, policy: FoundPolicy) -> Path:
+def _results_folder(request: SuiteRequest, policy: PolicyWeights) -> Path:
     """The folder of the results, which also contains the suites' folders."""
     if request.output is not None:
         return request.output.absolute().parent
     return (policy.run or request.runs_dir.parent).absolute() / RESULTS
 
 
-def _folder_name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
+def _folder_name(request: SuiteRequest, suite: str, policy: PolicyWeights) -> str:
     return f"{request.output.stem}-{suite}" if request.output else result_name(suite, policy.label)
 
 

@@ -19,7 +19,7 @@ from groupwise.core.errors import EndpointError
 from groupwise.core.interruption import gather_all
 from groupwise.tasks.data.messages import ends_begun
 from groupwise.training.generation.config import GenerateConfig
-from groupwise.training.generation.journal import Answers, Billed, Journal
+from groupwise.training.generation.journal import Answers, Journal, UsageTotals
 from groupwise.training.generation.prompts import Item
 
 FOR_ALL_ROWS = frozenset({401, 402, 403, 404})
@@ -44,7 +44,7 @@ class Tally:
 
     answered: int = 0
     """Number of rows that have all their generations."""
-    billed: Billed = field(default_factory=Billed)
+    usage_totals: UsageTotals = field(default_factory=UsageTotals)
     failures: list[Failure] = field(default_factory=list[Failure])
     began: float = field(default_factory=time.monotonic)
 
@@ -54,10 +54,10 @@ class Tally:
 
     @property
     def tokens_per_second(self) -> float:
-        return (self.billed.usage.completion_tokens or 0) / max(self.seconds, 1e-9)
+        return (self.usage_totals.usage.completion_tokens or 0) / max(self.seconds, 1e-9)
 
 
-class Asking:
+class RowRequester:
     """Requests the generations of rows from a service."""
 
     def __init__(
@@ -91,13 +91,13 @@ class Asking:
                 while (answer_count := len(self._answers.of(item.key))) < count:
                     answer = await self._send_request(item, answer_count, count - answer_count)
                     self._journal.append(item.key, answer_count, answer)
-                    self.tally.billed.add(answer.usage)
+                    self.tally.usage_totals.add(answer.usage)
                     self._failed_in_a_row = 0
                     self._on_change(self.tally)
                 self.tally.answered += 1
             except EndpointError as error:
                 self.tally.failures.append(Failure(item.index, str(error)))
-                if error.status not in OF_THE_ROW or self.tally.billed.requests == 0:
+                if error.status not in OF_THE_ROW or self.tally.usage_totals.requests == 0:
                     self._failed_in_a_row += 1
                 limit = max(HOPE, self._config.concurrency)
                 if error.status in FOR_ALL_ROWS:

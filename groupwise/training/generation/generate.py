@@ -32,9 +32,9 @@ from groupwise.core.errors import (
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.terminal.ticker import Ticker
 from groupwise.runs.lock import LOCK, RunLock, holder
-from groupwise.training.generation.asking import Asking, Failure, Tally
+from groupwise.training.generation.asking import Failure, RowRequester, Tally
 from groupwise.training.generation.config import GenerateConfig, read_options
-from groupwise.training.generation.journal import ANSWERS, Answers, Billed, Journal
+from groupwise.training.generation.journal import ANSWERS, Answers, Journal, UsageTotals
 from groupwise.training.generation.prompts import Prompts, read_prompts
 from groupwise.training.generation.results import (
     TRAIN,
@@ -153,7 +153,7 @@ async def _execute_plan(plan: Plan, answers: Answers, journal: Journal) -> Gener
         async with Client(endpoint, concurrency=config.concurrency) as client:
             complete_count = len(items) - len(missing)
             line = _ProgressLine(ticker, config, client, len(items), complete_count)
-            requester = Asking(client, config, answers, journal, line.show)
+            requester = RowRequester(client, config, answers, journal, line.show)
             scores: Scores = {}
             try:
                 if missing:
@@ -177,7 +177,7 @@ async def _execute_plan(plan: Plan, answers: Answers, journal: Journal) -> Gener
 
 def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
     config = plan.config
-    skipped_rows = [Failure(row.index, f"not asked: {row.reason}") for row in plan.prompts.unasked]
+    skipped_rows = [Failure(row.index, f"not asked: {row.reason}") for row in plan.prompts.skipped]
     failures = [*tally.failures, *skipped_rows]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
     nothing_scored = left_unjudged(config, counts)
@@ -336,13 +336,13 @@ class _ProgressLine:
 
     def show(self, tally: Tally) -> None:
         """Show the progress of the answers."""
-        usage = tally.billed.usage
+        usage = tally.usage_totals.usage
         facts = [
             f"rows {self._done_before + tally.answered}/{self._rows}",
             f"tokens {usage.prompt_tokens or 0:,} in, {usage.completion_tokens or 0:,} out",
             f"{tally.tokens_per_second:,.0f} tok/s",
         ]
-        cost = _compute_cost(self._config, tally.billed)
+        cost = _compute_cost(self._config, tally.usage_totals)
         if cost is not None:
             facts.append(f"cost {cost:.2f}")
         if tally.failures:
@@ -379,7 +379,7 @@ def _format_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def _compute_cost(config: GenerateConfig, totals: Billed) -> float | None:
+def _compute_cost(config: GenerateConfig, totals: UsageTotals) -> float | None:
     if config.price_in is None and config.price_out is None:
         return None
     tokens_in, tokens_out = totals.usage.prompt_tokens or 0, totals.usage.completion_tokens or 0
@@ -389,16 +389,16 @@ def _compute_cost(config: GenerateConfig, totals: Billed) -> float | None:
 def _cost_entries(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
     """Tokens and cost of this command; under `in_all`, those of all answers, including earlier commands."""
     entries = {
-        **_billed_entries(plan.config, tally.billed),
+        **_billed_entries(plan.config, tally.usage_totals),
         "tokens_per_second": round(tally.tokens_per_second, 1),
-        "in_all": _billed_entries(plan.config, answers.billed),
+        "in_all": _billed_entries(plan.config, answers.usage_totals),
     }
     if orphan_count := _count_orphans(plan, answers):
         entries["answers_of_no_row"] = orphan_count
     return entries
 
 
-def _billed_entries(config: GenerateConfig, totals: Billed) -> dict[str, Any]:
+def _billed_entries(config: GenerateConfig, totals: UsageTotals) -> dict[str, Any]:
     entries: dict[str, Any] = {
         "requests": totals.requests,
         "prompt_tokens": totals.usage.prompt_tokens,
@@ -406,8 +406,8 @@ def _billed_entries(config: GenerateConfig, totals: Billed) -> dict[str, Any]:
     }
     if (cost := _compute_cost(config, totals)) is not None:
         entries["cost"] = cost
-    if totals.untold:
-        entries["answers_without_usage"] = totals.untold
+    if totals.without_usage:
+        entries["answers_without_usage"] = totals.without_usage
     return entries
 
 
@@ -417,7 +417,7 @@ def _count_orphans(plan: Plan, answers: Answers) -> int:
 
 
 def _summarise_plan(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
-    rows = len(plan.prompts.items) + len(plan.prompts.unasked)
+    rows = len(plan.prompts.items) + len(plan.prompts.skipped)
     base: dict[str, Any] = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
     if plan.rewards_left_out:
         base["rewards_left_out"] = list(plan.rewards_left_out)
@@ -437,7 +437,7 @@ def _describe_plan(plan: Plan) -> dict[str, Any]:
         **_summarise_plan(plan, {}),
         "rows_to_ask": sum(1 for count in missing if count),
         "generations_to_ask": sum(missing),
-        "rows_that_cannot_be_asked": len(plan.prompts.unasked),
+        "rows_that_cannot_be_asked": len(plan.prompts.skipped),
         "answers_of_no_row": _count_orphans(plan, answers),
         "base_url": _endpoint(config, plan.model).base_url,
         "first_prompt": plan.prompts.items[0].prompt if plan.prompts.items else None,

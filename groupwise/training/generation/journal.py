@@ -33,19 +33,19 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Billed:
+class UsageTotals:
     """The billed requests and tokens of answers."""
 
     requests: int = 0
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
-    untold: int = 0
+    without_usage: int = 0
     """Number of answers without the number of billed tokens."""
 
     def add(self, usage: Usage) -> None:
         """Count an answer."""
         self.requests += 1
         if usage.prompt_tokens is None or usage.completion_tokens is None:
-            self.untold += 1
+            self.without_usage += 1
         else:
             self.usage += usage
 
@@ -56,7 +56,7 @@ class Answers:
     def __init__(self) -> None:
         self._generations: dict[str, dict[int, Generation]] = {}
         self._usage: dict[str, list[Usage]] = {}
-        self.billed = Billed()
+        self.usage_totals = UsageTotals()
 
     def of(self, key: str) -> list[Generation]:
         """A row's generations, up to the first missing one."""
@@ -82,7 +82,7 @@ class Answers:
             by_number.setdefault(number, generation)
         usage = Usage(**line["usage"])
         self._usage.setdefault(line["key"], []).append(usage)
-        self.billed.add(usage)
+        self.usage_totals.add(usage)
 
     def read(self, path: Path) -> int:
         """Add a whole journal. Returns its length in bytes without an incomplete last line. Raises StoreError for an invalid line."""

@@ -50,7 +50,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Unasked:
+class SkippedRow:
     """A row without a usable prompt."""
 
     index: int
@@ -62,7 +62,7 @@ class Prompts:
     """The rows of this command in the order of the input."""
 
     items: tuple[Item, ...]
-    unasked: tuple[Unasked, ...]
+    skipped: tuple[SkippedRow, ...]
     task: Task | None = None
     task_config: RunConfig | None = None
     ending_with_assistant: int = 0
@@ -74,7 +74,7 @@ class _PromptRows:
     rows: list[tuple[int, Prompt, dict[str, Any]]] = field(
         default_factory=list[tuple[int, Prompt, dict[str, Any]]]
     )
-    unasked: list[Unasked] = field(default_factory=list[Unasked])
+    skipped: list[SkippedRow] = field(default_factory=list[SkippedRow])
     ending_with_assistant: int = 0
 
 
@@ -99,15 +99,15 @@ def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts
         rows = read_source(config.dataset, config.dataset_config, config.split)
         prompt_rows = _prompts_of_rows(rows, config)
     if not prompt_rows.rows:
-        first_unasked = prompt_rows.unasked[0]
+        first_unasked = prompt_rows.skipped[0]
         raise TaskError(f"No row can be asked. Row {first_unasked.index}: {first_unasked.reason}")
     shard_index, count = config.part
     items = [
         item for item in _with_keys(prompt_rows.rows, sampling) if item.index % count == shard_index
     ]
-    unasked = [row for row in prompt_rows.unasked if row.index % count == shard_index]
+    skipped = [row for row in prompt_rows.skipped if row.index % count == shard_index]
     return Prompts(
-        tuple(items), tuple(unasked), task, task_config, prompt_rows.ending_with_assistant
+        tuple(items), tuple(skipped), task, task_config, prompt_rows.ending_with_assistant
     )
 
 
@@ -152,7 +152,7 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _PromptRows
             value = row.get(column) if template is None else template.fill(row)
             prompt, prefix = _request_prompt(value, config)
         except TaskError as problem:
-            result.unasked.append(Unasked(index, str(problem)))
+            result.skipped.append(SkippedRow(index, str(problem)))
         else:
             result.ending_with_assistant += prefix
             result.rows.append((index, prompt, dict(row)))

@@ -29,11 +29,11 @@ SIGNAL = "held_out"
 """Name of the reward-hacking signal that comes from evaluations."""
 
 
-async def evaluate_now_and_then(run: TaskRun) -> None:
+async def evaluate_if_due(run: TaskRun) -> None:
     """Evaluate every `eval.eval_steps` steps and when a callback asks for it."""
     if not _evaluation_due(run):
         return
-    name = in_passing(run.step)
+    name = evaluation_name(run.step)
     result = recorded_evaluation(run, name, run.step)
     if result is None:
         await evaluate_held_out(run, name)
@@ -41,7 +41,7 @@ async def evaluate_now_and_then(run: TaskRun) -> None:
         await announce(run, name, result)
 
 
-def in_passing(step: int) -> str:
+def evaluation_name(step: int) -> str:
     """The name of an evaluation during training."""
     return f"step-{step}"
 

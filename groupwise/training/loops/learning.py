@@ -32,7 +32,7 @@ from groupwise.training.loops.training import count_non_finite, update
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class LearnResult:
     """The result of a step's updates."""
 
     changed: bool = False
@@ -45,7 +45,7 @@ class Learned:
 
 
 def with_learner_results(
-    groups: Sequence[Group], weights: Sequence[Weights], result: Learned
+    groups: Sequence[Group], weights: Sequence[Weights], result: LearnResult
 ) -> list[Group]:
     """The groups of a step as they are recorded: with each rollout's advantages and the learner's log-probabilities of its tokens."""
     return [
@@ -56,14 +56,14 @@ def with_learner_results(
 
 async def learn(
     run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
-) -> Learned:
+) -> LearnResult:
     """Make the step's updates; none if no group has a signal."""
     rows_by_group = [
         training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
         for group, credit in zip(groups, weights, strict=True)
     ]
     if not any(rows_by_group):
-        return Learned()
+        return LearnResult()
     run.progress.phase("learning")
     started_at = time.perf_counter()
     rows_by_group = await run.interruption.allow(_with_logprobs(run, rows_by_group))
@@ -74,7 +74,7 @@ async def learn(
 
 async def _updates(
     run: Learning, groups: Sequence[Group], rows_by_group: Sequence[Sequence[Row]], rate: float
-) -> Learned:
+) -> LearnResult:
     losses: list[tuple[dict[str, float], dict[str, float]]] = []
     norms: list[float] = []
     left_out = 0
@@ -99,7 +99,7 @@ async def _updates(
     metrics = {**loss_metrics(losses), "grad_norm": fmean(norms)}
     if left_out:
         metrics["updates/left_out"] = float(left_out)
-    return Learned(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
+    return LearnResult(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
 
 
 def parts(groups: int, training: TrainingConfig) -> Iterator[range]:

@@ -91,7 +91,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
     return {**task.facts, "task": task.name, "task_file": digest(*texts) if texts else ""}
 
 
-def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
+def row_counts(task: Task) -> dict[str, dict[str, dict[str, int]]]:
     """For each hook, the number of rows that were left out or changed, by reason."""
     return {
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
@@ -105,7 +105,7 @@ def order_of(task: Task, hook: str, rows: Sequence[int], config: AnyConfig) -> O
     return Order(len(rows), config.training.seed, shuffle=config.data.shuffle, shares=shares)
 
 
-def drawn_in_an_epoch(order: Order, examples: int) -> dict[str, int]:
+def draws_per_epoch(order: Order, examples: int) -> dict[str, int]:
     """The plan's entry with the number of draws per epoch, if an epoch does not draw each example once."""
     return {} if order.length == examples else {"examples_drawn_in_an_epoch": order.length}
 
@@ -150,7 +150,7 @@ def plan_of(
         "plan": {
             "task": prepared.task.described,
             **counts,
-            **rows_told(prepared.task),
+            **row_counts(prepared.task),
             "parameters": sizes.parameters,
             "parameters_trained": sizes.trained_parameters,
             "memory_mib": {

@@ -54,7 +54,7 @@ class ResumePoint:
     """Facts that the run recorded about itself when it was started."""
     skipped: tuple[Skipped, ...]
     """Damaged checkpoints that cannot be used."""
-    there: tuple[int, ...]
+    checkpoint_steps: tuple[int, ...]
     """The steps of all checkpoints that look complete."""
     made_anew: MadeAnew | None = None
     """How the run's record was repaired; None if it was intact."""
@@ -192,7 +192,9 @@ def open_folder(
         # Another process may have resumed and ended the run after the checkpoint was chosen and before the lock was taken.
         checkpoint_steps = tuple(saved.step for saved in checkpoints.complete(folder.checkpoints))
         finished_at = folder.store.get_meta().get("finished_at")
-        if checkpoint_steps != point.there or finished_at != point.facts.get("finished_at"):
+        if checkpoint_steps != point.checkpoint_steps or finished_at != point.facts.get(
+            "finished_at"
+        ):
             folder.close()
             raise RunInUseError(
                 f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
@@ -217,7 +219,7 @@ def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
     return RunFolder.would_create(Path(prepared.config.run.dir), prepared.run_name)
 
 
-def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
+def copy_start_weights(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
     """Copy the initial weights into the run's folder, which then depends on no other folder, and change their path in its config."""
     start_file = folder.path / START
     temp_folder = atomic_files.building_path(start_file)

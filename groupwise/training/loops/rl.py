@@ -20,7 +20,7 @@ from dataclasses import replace
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
 from groupwise.training.loops.drawing import serve
-from groupwise.training.loops.held_out import evaluate_now_and_then
+from groupwise.training.loops.held_out import evaluate_if_due
 from groupwise.training.loops.learning import learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
 from groupwise.training.loops.profiling import profile_step
@@ -64,7 +64,7 @@ def warn_early(run: TaskRun) -> None:
 
 async def evaluate_and_continue(run: TaskRun) -> bool:
     """Evaluate if that is due. Returns whether there is another step to take."""
-    await evaluate_now_and_then(run)
+    await evaluate_if_due(run)
     return not run.over
 
 

@@ -45,7 +45,7 @@ from groupwise.training.loops.prepare import (
     Prepared,
     check_start,
     digest,
-    drawn_in_an_epoch,
+    draws_per_epoch,
     order_of,
     plan_of,
     prompt_warnings,
@@ -354,7 +354,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     counts = {
         "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
-        **drawn_in_an_epoch(prepared.order, len(examples)),
+        **draws_per_epoch(prepared.order, len(examples)),
         **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
         "held_out_examples": len(held_out_set.examples) if held_out_set else 0,
         "steps": prepared.max_steps,

@@ -39,7 +39,7 @@ from groupwise.training.loops.held_out import (
     announce,
     describe_result,
     evaluate_held_out,
-    in_passing,
+    evaluation_name,
     keep_evaluation,
     notice_changed_questions,
     recorded_evaluation,
@@ -70,7 +70,7 @@ from groupwise.training.loops.start import (
     show_progress,
 )
 from groupwise.training.loops.training import save_checkpoint
-from groupwise.training.loops.warm_up import WarmedUp, needs_warm_up, warm_up
+from groupwise.training.loops.warm_up import WarmUpResult, needs_warm_up, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +113,13 @@ def rl(
     if not dry_run:
         build.be_launched(loaded.config)
 
-    def begin(mode: StartMode, warm_up_result: WarmedUp | None = None) -> RlResult:
+    def begin(mode: StartMode, warm_up_result: WarmUpResult | None = None) -> RlResult:
         with nullcontext() if dry_run else build.expected_ranks(loaded.config):
             start = find_start(loaded, mode, KIND)
             return _rl(
                 start,
                 task,
-                warm_up_result or WarmedUp(),
+                warm_up_result or WarmUpResult(),
                 dry_run=dry_run,
                 on_this_machine=not dry_run,
             )
@@ -131,7 +131,7 @@ def rl(
             _rl(
                 find_start(loaded, StartMode(), KIND),
                 task,
-                WarmedUp(),
+                WarmUpResult(),
                 dry_run=True,
                 on_this_machine=True,
             )
@@ -155,7 +155,7 @@ def rl(
 def _rl(
     start: Start[LoadedConfig],
     task: object,
-    warm_up_result: WarmedUp,
+    warm_up_result: WarmUpResult,
     *,
     dry_run: bool,
     on_this_machine: bool,
@@ -413,7 +413,7 @@ async def held_out_result(
         )
         return None
     run.folder.store.set_meta({f"held_out_{name}": fingerprint})
-    passing_result = recorded_evaluation(run, in_passing(step), step)
+    passing_result = recorded_evaluation(run, evaluation_name(step), step)
     if passing_result is not None:
         return await keep_evaluation(run, name, passing_result)
     return await evaluate_held_out(run, name)

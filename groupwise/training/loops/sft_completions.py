@@ -1,7 +1,7 @@
 """Draws and scores completions of a supervised run's policy at each evaluation, as `groupwise rl` would.
 
 A warm-up is complete when its completions have the form that the rewards can read, and completions of a prompt still differ. The loss on
-given answers does not show this. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
+given answers does not show this. `prepare_completions` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
 
     reward, rewards/NAME/mean, pass@k …   as in evaluations, at the temperature of the RL config
     groups/with_signal                    share of prompts whose completions earn different rewards, which RL can learn from
@@ -45,7 +45,7 @@ class PreparedPrompts:
     layout: Layout
 
 
-def ask(
+def prepare_completions(
     loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout
 ) -> PreparedPrompts | None:
     """Prepare the prompts; None if no completions are configured. Raises UsageError for a task without prompts or rewards."""
@@ -99,7 +99,7 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
 class Completions:
     """Draws completions at an evaluation, scores them and computes metrics."""
 
-    asked: HeldOut
+    held_out: HeldOut
     sampler: Sampler
     scorer: Scorer
     tokenizer: Any
@@ -116,7 +116,7 @@ class Completions:
         published = await learner.publish(policy.version)
         await self.sampler.load(published)
         result = await answer_held_out(
-            self.asked,
+            self.held_out,
             self.sampler,
             self.scorer,
             self.tokenizer,

@@ -31,14 +31,14 @@ from groupwise.training.loops.prepare import (
     Prepared,
     check_start,
     digest,
-    drawn_in_an_epoch,
+    draws_per_epoch,
     order_of,
     plan_of,
     prompt_warnings,
     task_facts,
 )
 from groupwise.training.loops.profiling import check_profiled_steps
-from groupwise.training.loops.sft_completions import PreparedPrompts, ask
+from groupwise.training.loops.sft_completions import PreparedPrompts, prepare_completions
 from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig
 
@@ -57,7 +57,7 @@ class SftPrepared(Prepared):
     held_out: LessonSet | None
     max_draws: int | None
     """Number of examples drawn in all steps together, if the length is given in epochs; otherwise None."""
-    asked: PreparedPrompts | None = None
+    completion_prompts: PreparedPrompts | None = None
     """Prompts for the completions that evaluations draw; None if they draw none."""
 
     @property
@@ -123,7 +123,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         order=order,
         held_out=held_out,
         max_draws=max_draws,
-        asked=ask(loaded, resolved_task, tokenizer, layout),
+        completion_prompts=prepare_completions(loaded, resolved_task, tokenizer, layout),
     )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
@@ -156,7 +156,7 @@ def _read_hook(
         rows = rows[:limit]
     if not rows:
         return None
-    settings, origin = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
+    settings, origin = teacher_settings(config, task, tokenizer), f"{task.described}: {hook}"
     lessons = read_lessons(tokenizer, rows, settings, where=origin)
     task.accounts[hook] = task.accounts.get(hook, Account()) + Account(lessons.refused)
     if config.data.strict and lessons.dropped:
@@ -167,7 +167,7 @@ def _read_hook(
     return lessons
 
 
-def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
+def teacher_settings(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
     """The settings for reading the task's rows: fields, masks, length, formatting."""
     config_view = View(resolved_values(config))
     room = prefork.prompt_room(config.model, 0)
@@ -225,7 +225,7 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         "tokens": lessons.tokens,
         "trained_tokens": lessons.trained_tokens,
         "longest_row": lessons.longest,
-        **drawn_in_an_epoch(prepared.order, len(lessons.lessons)),
+        **draws_per_epoch(prepared.order, len(lessons.lessons)),
         "held_out_examples": len(held_out.lessons) if held_out else 0,
         "steps": prepared.max_steps,
         "steps_between_evaluations": prepared.eval_steps if held_out else None,

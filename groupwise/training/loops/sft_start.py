@@ -146,7 +146,11 @@ async def _build_parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
-    completions_prepared, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
+    completions_prepared, task, tokenizer = (
+        prepared.completion_prompts,
+        prepared.task,
+        prepared.tokenizer,
+    )
     if completions_prepared is None:
         unused_folder = folder.path / "published"  # without a sampler, nothing is published
         starts = build.start_supervised(
@@ -180,7 +184,7 @@ async def _build_parts(
             yield (
                 parts.learner,
                 Completions(
-                    asked=held_out_set, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer
+                    held_out=held_out_set, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer
                 ),
             )
     finally:

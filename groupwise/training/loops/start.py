@@ -28,14 +28,14 @@ from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig
-from groupwise.training.evaluation.policies import FoundPolicy, find_policy
-from groupwise.training.loops.prepare import ROWS_READ, Prepared, rows_told, starting_from
+from groupwise.training.evaluation.policies import PolicyWeights, find_policy
+from groupwise.training.loops.prepare import ROWS_READ, Prepared, row_counts, starting_from
 from groupwise.training.loops.resume import (
     ResumePoint,
     Resumption,
     check_resume,
+    copy_start_weights,
     find_resume_point,
-    keep_start,
     open_folder,
     start_to_keep,
     with_start_of,
@@ -186,7 +186,7 @@ def find_start(loaded: Loaded, mode: StartMode, kind: str) -> Start[Loaded]:
     return Start(loaded, point, mode.init_from, lineage, weights)
 
 
-def _lineage(policy: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
+def _lineage(policy: PolicyWeights, weights: Path) -> tuple[dict[str, Any], ...]:
     """The origin of weights for the model card: the run that trained them and its ancestors, or only a name if no run is known."""
     run = policy.run or find.run_around(weights)
     if run is None:
@@ -208,7 +208,7 @@ def left_out_lines(prepared: Prepared) -> list[str]:
     """Messages about rows that cannot be used, one line for each reason."""
     return [
         f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
-        for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()
+        for hook, reasons in row_counts(prepared.task)["rows_left_out"].items()
         for reason, count in reasons.items()
     ]
 
@@ -223,7 +223,7 @@ def open_run_folder(
         "model": prepared.loaded.config.model.name,
         "task_module": prepared.task.spec,
         **facts,
-        **rows_told(prepared.task),
+        **row_counts(prepared.task),
         "init_from": start.init_from,
         "lineage": start.lineage,
         "packages": packages_used(),
@@ -232,7 +232,7 @@ def open_run_folder(
     try:
         with folder:
             if start.weights is not None:
-                loaded = keep_start(folder, prepared.loaded, start.weights)
+                loaded = copy_start_weights(folder, prepared.loaded, start.weights)
                 prepared = replace(prepared, loaded=loaded)
             if prepared.config.run.keep_tokens:
                 folder.keep_tokenizer(prepared.tokenizer.save_pretrained)

@@ -45,7 +45,7 @@ SUMMARY_KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class WarmedUp:
+class WarmUpResult:
     """The result of a warm-up."""
 
     run: str | None = None
@@ -64,7 +64,7 @@ class WarmedUp:
         return {WARM_UP: Path(self.run).name, WARM_UP_SUMMARY: self.summary}
 
 
-def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
+def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResult:
     """Find, resume or make the supervised run that a new run starts from. With `dry_run`, only find or plan it.
 
     Raises the errors of `groupwise sft`.
@@ -78,13 +78,13 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
             "warm-up: the run %s was made from the same config, task and data", run_folder.name
         )
         summary = {**_short_summary(read_summary(run_folder) or {}), "found": True}
-        return WarmedUp(
+        return WarmUpResult(
             str(run_folder),
             summary,
             untrained=None if dry_run else _evaluate_untrained(loaded, task),
         )
     if dry_run:
-        return WarmedUp(None, plan_sft(prepared))
+        return WarmUpResult(None, plan_sft(prepared))
     if read_launch() is not None:
         raise UsageError(
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
@@ -97,9 +97,9 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
     else:  # the run was interrupted before its first checkpoint
         result = sft(_with_name(sft_loaded, run_folder.name), task, resume=True)
     if result.exit_code:
-        return WarmedUp(None, interrupted=result)
+        return WarmUpResult(None, interrupted=result)
     summary = {**_short_summary(result.summary), "found": False}
-    return WarmedUp(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
+    return WarmUpResult(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
 
 
 def _with_name(loaded: LoadedSftConfig, name: str) -> SftConfig:

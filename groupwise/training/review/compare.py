@@ -320,7 +320,7 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
     return sides[-1]
 
 
-def what_is_meant(
+def split_reference(
     reference: str, resolve: Callable[[str], tuple[Path, int | None]]
 ) -> tuple[Path, int | None, str]:
     """Split `RUN@STEP:EVALUATION` into the run's folder, its step and the name of the evaluation.
@@ -335,7 +335,7 @@ def what_is_meant(
 
 
 def _resolve_reference(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
-    return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
+    return split_reference(reference, partial(resolve_run, runs_dir=runs_dir))
 
 
 def side_of_file(path: Path) -> Side:

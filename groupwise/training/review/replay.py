@@ -50,7 +50,7 @@ LEAST = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class StepValues:
     """The results of training a step."""
 
     loss: float | None
@@ -66,8 +66,8 @@ class ReplayedStep:
     """A step as recorded and as replayed."""
 
     step: int
-    recorded: Learnt
-    replayed: Learnt
+    recorded: StepValues
+    replayed: StepValues
     advantages: int
     """Number of rollouts whose recorded advantage differs from the one computed from their rewards."""
     tolerance: float | None
@@ -195,12 +195,13 @@ def _open_recording(path: Path, store: Store, requested_step: int | None) -> _Re
     checkpoint = _checkpoint_before(path, step)
     first_step = checkpoint.step if checkpoint else 0
     layouts = {
-        k: as_it_was(facts["layout"], resumes, k, "layout") for k in range(first_step, step + 1)
+        k: config_at_step(facts["layout"], resumes, k, "layout")
+        for k in range(first_step, step + 1)
     }
     layout, reasons = _adapted_layout(layouts[step])
     if any(other_layout != layouts[step] for other_layout in layouts.values()):
         reasons = (*reasons, "a resume since the checkpoint changed the layout")
-    loaded = load_config(as_it_was(read_config(path), resumes, step))
+    loaded = load_config(config_at_step(read_config(path), resumes, step))
     # Initial weights from another run are stored in this run's folder, which may have been moved.
     start = path / START
     config = (starting_from(loaded, start) if start.is_dir() else loaded).config
@@ -225,7 +226,7 @@ def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
     return None
 
 
-def as_it_was(
+def config_at_step(
     current: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, section: str = ""
 ) -> dict[str, Any]:
     """The config at a step; with `section`, the recorded values under that key.
@@ -403,8 +404,8 @@ def _other_advantages(group: Group, weights: Weights) -> int:
     return sum(before != now for before, now in zip(recorded, advantages, strict=True))
 
 
-def _step_values(metrics: Mapping[str, float], version: int, fingerprint: str) -> Learnt:
-    return Learnt(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
+def _step_values(metrics: Mapping[str, float], version: int, fingerprint: str) -> StepValues:
+    return StepValues(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
 
 
 def _is_close(before: float | None, now: float | None, margin: float) -> bool:

@@ -69,7 +69,7 @@ SUITES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ModelSettings:
     """The service to ask, and the parameters of the requests."""
 
     base_url: str
@@ -160,7 +160,7 @@ def find_program(program: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def command(
-    program: Sequence[str], suite: Suite, model_settings: Asking, folder: Path
+    program: Sequence[str], suite: Suite, model_settings: ModelSettings, folder: Path
 ) -> list[str]:
     """The command line that runs a suite in `folder`."""
     times = f"@k=1@n={model_settings.samples}" if suite.repeatable else ""
@@ -176,7 +176,7 @@ def command(
     ]
 
 
-def model_file(model_settings: Asking, folder: Path) -> dict[str, Any]:
+def model_file(model_settings: ModelSettings, folder: Path) -> dict[str, Any]:
     """The content of lighteval's YAML file about the model."""
     generation = {
         "temperature": model_settings.temperature,
@@ -208,7 +208,7 @@ def environment(key: str | None, folder: Path) -> dict[str, str]:
     }
 
 
-def prepare(model_settings: Asking, folder: Path) -> None:
+def prepare(model_settings: ModelSettings, folder: Path) -> None:
     """Write the model file into the suite's folder."""
     atomic_files.write_json(folder / MODEL, model_file(model_settings, folder))
 

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.errors import EndpointError
-from groupwise.training.generation.asking import HOPE, Asking, Tally
+from groupwise.training.generation.asking import HOPE, RowRequester, Tally
 from groupwise.training.generation.config import read_options
 from groupwise.training.generation.journal import Answers, Journal
 from groupwise.training.generation.prompts import Item
@@ -50,7 +50,7 @@ async def ask(
     answers = Answers()
     with Journal(folder / "a.jsonl", answers) as journal:
         async with Client(endpoint, transport=transport) as client:
-            asking = Asking(client, config, answers, journal, lambda tally: None)
+            asking = RowRequester(client, config, answers, journal, lambda tally: None)
             return await asking.ask(rows), answers
 
 
