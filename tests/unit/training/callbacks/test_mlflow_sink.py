@@ -166,7 +166,7 @@ def begun(run: Reported = RUN) -> tuple[MlflowSink, int]:
     return sink, sink.begin(run)
 
 
-def write_row(steps: int, **values: float) -> MetricsRow:
+def line(steps: int, **values: float) -> MetricsRow:
     return MetricsRow(steps, values or {"reward": 0.5, "loss": 1.0}, 200.25 + steps)
 
 
