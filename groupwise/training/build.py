@@ -4,9 +4,9 @@
 learner of a supervised run, `start_serving` the sampler of an evaluation. If an adapter is trained, sampler and learner share one base
 model in memory. Each has its own copy of the adapter, and the sampler's copy changes only by loading published files. Depending on the
 layout, the parts are in this process or in ranks (`groupwise.engine.distributed`); the zygote of the ranks then builds them once, with
-`make_worker_from_json`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with `model.backend: tunix`, a
-worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single process
-(`groupwise.engine.backends.unsloth`).
+`make_worker_from_json`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with
+`model.backend: tunix`, a worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single
+process (`groupwise.engine.backends.unsloth`).
 
 `models_over` adds further trained adapters later, to the base of a training or to one that `start_base` loaded alone.
 """

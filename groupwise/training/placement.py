@@ -215,8 +215,8 @@ def _local_layout(config: AnyConfig) -> Layout:
         samplers_note = f" and distributed.samplers is {samplers}" if samplers else ""
         raise ConfigError(
             f"distributed.learners is {learners}{samplers_note}, which needs {gpus_needed} GPUs on this machine, one for each; "
-            f"there {'are' if gpus_available != 1 else 'is'} {gpus_available}. Ask for fewer, start the run by torchrun on several machines, or set "
-            "CUDA_VISIBLE_DEVICES= to compute on the CPU."
+            f"there {'are' if gpus_available != 1 else 'is'} {gpus_available}. Ask for fewer, start the run by torchrun on several "
+            "machines, or set CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )
     separate = learners > 1 or samplers > 0
     processes = learners + samplers if separate else _process_count(config, device)

@@ -210,7 +210,7 @@ def callbacks_of_task(
     output_dir: str,
     config_callbacks: Sequence[Named] = (),
 ) -> tuple[Named, ...]:
-    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `config_callbacks` are the callbacks of the config."""
+    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `config_callbacks` are those of the config."""
     with redirect_stdout(sys.stderr):  # as above
         entries = task.rl_callbacks(config, tokenizer, output_dir)
         callbacks = hook_callbacks(entries, config, f"{task.described}: get_rl_callbacks")

@@ -201,7 +201,8 @@ def estimate(
     step = (
         f"{duration(max_seconds)} at most"
         if usual_seconds is None
-        else f"{duration(usual_seconds)} with completions as long as those above ({usual_length:.0f} tokens), {duration(max_seconds)} at most"
+        else f"{duration(usual_seconds)} with completions as long as those above ({usual_length:.0f} tokens), {duration(max_seconds)} "
+        "at most"
     )
     return Finding(
         "speed",

@@ -129,8 +129,8 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
     return Finding(
         "masks",
         "ok",
-        f"the trained tokens are the sampled ones in {len(rows)} rows: {stopped_count} end with one stop token, {cut_off_count} were cut off and "
-        "have none",
+        f"the trained tokens are the sampled ones in {len(rows)} rows: {stopped_count} end with one stop token, {cut_off_count} were "
+        "cut off and have none",
         data=data,
     )
 
@@ -336,8 +336,8 @@ def judge_publication(
     return Finding(
         name,
         "ok",
-        f"after an update the sampler serves {sampler_fingerprint} instead of {old_policy.fingerprint}, and {changed_groups} of {len(old_groups)} groups "
-        "come out differently",
+        f"after an update the sampler serves {sampler_fingerprint} instead of {old_policy.fingerprint}, and {changed_groups} of "
+        f"{len(old_groups)} groups come out differently",
         data=data,
     )
 

@@ -463,8 +463,8 @@ def _translate_batch(translation: Translation) -> None:
     translation.choose(
         "training.prompts_per_step",
         prompt_count,
-        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × {translation.processes} processes ÷ num_generations "
-        f"{generations}.",
+        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × {translation.processes} processes ÷ "
+        f"num_generations {generations}.",
     )
     if prompts != prompt_count:
         translation.remark(
@@ -503,7 +503,8 @@ def _translate_batch(translation: Translation) -> None:
     elif reuse > 1:
         translation.lose(
             name,
-            f"{translation.settings[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",
+            f"{translation.settings[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a "
+            "whole number",
         )
 
 

@@ -195,8 +195,8 @@ def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -
         has_train_file = (config.folder / TRAIN).exists()
         message = (
             f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
-            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Mend the rewards and give the same command "
-            "again: what is there is scored anew, and not asked for again."
+            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Mend the rewards and give the "
+            "same command again: what is there is scored anew, and not asked for again."
         )
         logger.error(message)
     is_usable = bool(counts.rows) and not nothing_scored
@@ -292,8 +292,8 @@ def _refuse_foreign(folder: Path) -> None:
     foreign_files = sorted(path.name for path in folder.iterdir() if path not in own_files)
     if foreign_files:
         raise UsageError(
-            f"{folder} holds other files ({', '.join(foreign_files[:5])}{', …' if len(foreign_files) > 5 else ''}), and results would be written "
-            "among them. Name a new or empty folder."
+            f"{folder} holds other files ({', '.join(foreign_files[:5])}{', …' if len(foreign_files) > 5 else ''}), and results would "
+            "be written among them. Name a new or empty folder."
         )
 
 

@@ -160,7 +160,7 @@ def _rl(
     dry_run: bool,
     on_this_machine: bool,
 ) -> RlResult:
-    """Prepare a run and train it. `on_this_machine` is True if the run will be on this machine, so that its rewards' needs are checked here."""
+    """Prepare a run and train it. `on_this_machine` is True if the run will be here, so that its rewards' needs are checked now."""
     prepared = prepare_rl(start.loaded, task, start.rows_read)
     if on_this_machine and prepared.rubric is not None:
         prepared.rubric.check_machine()

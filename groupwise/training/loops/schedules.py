@@ -283,8 +283,8 @@ def choose(
     """Choose the `size` finished groups that step `step` trains, the earliest if possible; None: wait for more.
 
     `since` maps each draw, finished or in progress, to the step at which it was sampled. After this step, the groups sampled at step t or
-    earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most `max_replayed` chosen
-    groups may be in `replayed_draws`.
+    earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most `max_replayed`
+    chosen groups may be in `replayed_draws`.
     """
     counts = Counter(since.values())
     chosen: list[int] = []

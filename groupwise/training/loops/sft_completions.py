@@ -1,7 +1,8 @@
 """Draws and scores completions of a supervised run's policy at each evaluation, as `groupwise rl` would.
 
 A warm-up is complete when its completions have the form that the rewards can read, and completions of a prompt still differ. The loss on
-given answers does not show this. `prepare_completions` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
+given answers does not show this. `prepare_completions` reads config, task and prompts before a model is loaded; `Completions` draws,
+scores and measures:
 
     reward, rewards/NAME/mean, pass@k …   as in evaluations, at the temperature of the RL config
     groups/with_signal                    share of prompts whose completions earn different rewards, which RL can learn from

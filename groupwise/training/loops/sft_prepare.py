@@ -161,8 +161,8 @@ def _read_hook(
     task.accounts[hook] = task.accounts.get(hook, Account()) + Account(lessons.refused)
     if config.data.strict and lessons.dropped:
         raise TaskError(
-            f"{origin}: {lessons.dropped} rows have nothing to train within data.max_length = {settings.max_length} tokens, and data.strict is "
-            "true. Raise the limit, or set data.strict to false to leave them out."
+            f"{origin}: {lessons.dropped} rows have nothing to train within data.max_length = {settings.max_length} tokens, and "
+            "data.strict is true. Raise the limit, or set data.strict to false to leave them out."
         )
     return lessons
 
