@@ -74,7 +74,7 @@ def _encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _truncate(file: Path, last_step: int, key: str = "step") -> int:
-    """Cut off incomplete lines and lines after `last` steps; `key` holds a line's steps. Returns the steps of the last line kept."""
+    """Cut off incomplete lines and lines after `last_step` steps; `key` holds a line's steps. Returns the steps of the last line kept."""
     steps_written, size = NOTHING, 0
     if not file.exists():
         return steps_written

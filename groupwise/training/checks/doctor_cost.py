@@ -280,8 +280,8 @@ def estimate_lessons(
         "speed",
         "ok",
         f"learning {speeds.learning:,.0f} tokens/s",
-        f"a step of {size} examples takes {duration(usual_seconds)} with usual rows ({mean_tokens:.0f} tokens), {duration(max_seconds)} with the "
-        f"longest; {steps} steps: {duration(usual_seconds * steps)}; evaluations come on top",
+        f"a step of {size} examples takes {duration(usual_seconds)} with usual rows ({mean_tokens:.0f} tokens), "
+        f"{duration(max_seconds)} with the longest; {steps} steps: {duration(usual_seconds * steps)}; evaluations come on top",
         data={
             "learning_tokens_per_second": speeds.learning,
             "updating_seconds": speeds.updating,

@@ -105,7 +105,8 @@ class EvalResult:
         """A metric with its 95 % interval over prompts: Wilson's if each prompt counts 0 or 1, otherwise bootstrapped.
 
         A task's own metric is treated as a fraction of the prompts, such as an accuracy; if its name has the label of a mixture's task, as
-        a fraction of that task's prompts. Raises KeyError if that number of prompts is unknown; such metrics are not in `judged`.
+        a fraction of that task's prompts. Raises KeyError if that number of prompts is unknown; `metrics_with_interval` leaves such metrics
+        out.
         """
         computed = measure(metric, self.rows)
         return (

@@ -6,7 +6,7 @@ so the clip keeps all updates of a step near that policy. Some algorithms take o
 (`Algorithm.ratio_of_rollout`). If such a rollout has several rows, each row receives before an update the current log-ratios of its
 other rows, which costs another forward pass.
 
-If tokens are kept, the record contains the log-probabilities of the first pass over each group (`noted`).
+If tokens are kept, the record contains the log-probabilities of the first pass over each group (`with_learner_results`).
 """
 
 from __future__ import annotations
