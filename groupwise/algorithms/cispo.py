@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Credit, group_relative
+from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.family import GroupRelative
@@ -40,7 +40,7 @@ class Cispo(GroupRelative):
     epsilon_high: float = field(default=4.0, metadata=metadata_of(Clipped, "epsilon_high"))
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from groupwise.algorithms.advantages import Credit, group_relative
+from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, with_overlong_punishment
@@ -92,7 +92,7 @@ class Dapo(Clipped):
             )
         return cache
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
 

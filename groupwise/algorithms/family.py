@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Self
 
 from groupwise.algorithms import kl, ops
-from groupwise.algorithms.advantages import Credit, scored_members, tied, trained_tokens
+from groupwise.algorithms.advantages import Advantages, scored_members, tied, trained_tokens
 from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
@@ -150,7 +150,7 @@ class GroupRelative(ABC):
             )
 
     @abstractmethod
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """The advantages of the rollouts of a step."""
 
     @abstractmethod
@@ -224,7 +224,7 @@ class GroupRelative(ABC):
                 else None
                 for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             )
-            for group, advantages in zip(groups, self.credit(groups), strict=True)
+            for group, advantages in zip(groups, self.advantages(groups), strict=True)
         )
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:

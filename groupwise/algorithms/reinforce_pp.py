@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms.advantages import (
-    Credit,
+    Advantages,
     centred,
     deviation,
     scaled,
@@ -56,7 +56,7 @@ class ReinforcePp(Clipped):
         """False in the plain form without dynamic sampling, which compares the rollouts of the whole step."""
         return self.group_baseline or self.dynamic_sampling
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred within the group or the step, scaled by the step's standard deviation."""
         rewards = [scored_rewards(group) for group in groups]
         if self.group_baseline:

@@ -107,7 +107,7 @@ class Layout:
         return self.slots * self.sampling
 
 
-def with_processes(layout: Mapping[str, Any]) -> dict[str, Any]:
+def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
     return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **layout}
 
@@ -163,7 +163,7 @@ def layout_from_response(facts: Mapping[str, Any]) -> Layout:
         ) from None
 
 
-def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
+def oversubscription_warning(layout: Layout, *, elsewhere: bool = False) -> str | None:
     """A warning if more threads compute on this machine than it has cores; None otherwise."""
     cores = _total_cores()
     if elsewhere or layout.all_threads <= cores:

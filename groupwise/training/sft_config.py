@@ -46,7 +46,7 @@ DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")
 """Sections of an RL config that decide how completions are drawn and scored; in `eval`, the `success…` keys do, too."""
 
 
-def bounds_of(condition: str) -> list[tuple[str, str, float]]:
+def parse_condition(condition: str) -> list[tuple[str, str, float]]:
     """Parse a condition such as `eval_loss < 0.5 and reward >= 0.6` into (metric, comparison, value) triples.
 
     Raises ValueError for any other text.
@@ -64,7 +64,7 @@ def holds(condition: str, metrics: Mapping[str, float]) -> bool:
     """True if the condition holds for these metrics; False also if a metric is missing."""
     return all(
         name in metrics and _SIGNS[sign](metrics[name], value)
-        for name, sign, value in bounds_of(condition)
+        for name, sign, value in parse_condition(condition)
     )
 
 
@@ -102,7 +102,7 @@ class SftTrainingConfig(OptimisationConfig):
     @classmethod
     def _are_conditions(cls, conditions: list[str]) -> list[str]:
         for condition in conditions:
-            bounds_of(condition)
+            parse_condition(condition)
         return conditions
 
     @model_validator(mode="before")

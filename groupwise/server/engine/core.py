@@ -69,8 +69,8 @@ from groupwise.training.loops.resume import (
     keep_start,
     open_folder,
     restore_checkpoint,
-    start_to_keep,
-    with_start_of,
+    start_weights_to_copy,
+    use_copied_start,
 )
 from groupwise.training.loops.rl import publish, take_step
 from groupwise.training.loops.run import StepBatch
@@ -149,7 +149,7 @@ class EngineCore:
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
         manifests, self._undone = _committed_steps(point)
         if point is not None:
-            loaded = with_start_of(loaded, point)
+            loaded = use_copied_start(loaded, point)
         prepared = _prepare(loaded, order.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
         folder, prepared = self._folder(prepared, point)
@@ -218,7 +218,7 @@ class EngineCore:
                 atomic_files.remove_folder(folder.path)
 
         self._scope.callback(release)
-        weights = start_to_keep(point) if point is not None else adapter
+        weights = start_weights_to_copy(point) if point is not None else adapter
         if weights is not None:
             start = keep_start(folder, prepared.loaded, Path(weights))
             prepared = replace(prepared, loaded=start)

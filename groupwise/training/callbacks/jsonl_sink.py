@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, TABLE, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, TABLE, MetricsRow, ReportedRun, State
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = f"{TABLE}.jsonl"
@@ -40,7 +40,7 @@ class JsonlSink:
     def check(self, config: View) -> None:
         """Do nothing: no package or server is needed."""
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Keep the complete rows of the steps done and cut off everything after them."""
         self._folder = run.folder
         steps_written = _truncate(run.folder / METRICS, run.steps)

@@ -26,7 +26,14 @@ from urllib.parse import urlsplit
 
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, TABLE, Finding, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import (
+    NOTHING,
+    TABLE,
+    Finding,
+    MetricsRow,
+    ReportedRun,
+    State,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +99,7 @@ class MlflowSink:
                 "MLFLOW_TRACKING_URI to another address, or to a database file such as sqlite:///mlflow.db."
             ) from None
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Find the MLflow run by its tag or by MLFLOW_RUN_ID, or create it; add the config's new params."""
         with _client_settings(PATIENTLY):
             self._client = _client()
@@ -156,7 +163,7 @@ class MlflowSink:
             if finding.steps not in [point.step for point in history]:
                 yield name, value
 
-    def _find_run(self, run: Reported) -> Any:
+    def _find_run(self, run: ReportedRun) -> Any:
         """The MLflow run; if missing, it is created together with its tag, so no crash can cause a second one."""
         if run_id := os.environ.get("MLFLOW_RUN_ID"):
             self._ours = False

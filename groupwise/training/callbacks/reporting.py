@@ -35,7 +35,7 @@ from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.training.callbacks.jsonl_sink import JsonlSink
 from groupwise.training.callbacks.mlflow_sink import MlflowSink
-from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported, Sink
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, ReportedRun, Sink
 from groupwise.training.callbacks.tensorboard_sink import TensorBoardSink
 from groupwise.training.callbacks.trackio_sink import TrackioSink
 from groupwise.training.callbacks.wandb_sink import WandbSink
@@ -90,7 +90,7 @@ class Reporting(Callback):
         file = run.folder / IDENTITY
         if not file.exists():
             atomic_files.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
-        reported = Reported(
+        reported = ReportedRun(
             run.name,
             json.loads(file.read_bytes())["id"],
             run.folder,
@@ -184,7 +184,7 @@ class Reporting(Callback):
     def _recorded_metrics(
         self, run: RunHandle, first_step: int, last_step: int | None = None
     ) -> Iterator[MetricsRow]:
-        """The rows of the record from `first_step` to `last_step`; by default to the one before the last step's, which may still be added to."""
+        """The rows of the record from `first_step` to `last_step`; by default to that before the last step's, which may still be added to."""
         last_step = run.step - 1 if last_step is None else last_step
         with _open_record(run) as store:
             values: dict[int, dict[str, float]] = {}

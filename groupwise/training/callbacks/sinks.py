@@ -30,7 +30,7 @@ State = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReportedRun:
     """The run whose metrics are shown."""
 
     name: str
@@ -126,7 +126,7 @@ class Sink(Protocol):
         """Called before anything is loaded; raises ValueError if the sink cannot write."""
         ...
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Start a new or resumed run. Returns the last row that the sink has of it, or `NOTHING`."""
         ...
 

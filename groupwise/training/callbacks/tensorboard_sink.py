@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, ReportedRun, State
 
 FOLDER = "tensorboard"
 STRING = 7
@@ -32,7 +32,7 @@ class TensorBoardSink:
     def check(self, config: View) -> None:
         """Do nothing: only the package is needed."""
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Delete old event files and start a new one."""
         messages = import_module(
             "tensorboard.compat.proto.event_pb2"

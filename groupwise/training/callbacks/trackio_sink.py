@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import MetricsRow, ReportedRun, State
 
 PROJECT = "groupwise"
 
@@ -27,7 +27,7 @@ class TrackioSink:
     def check(self, config: View) -> None:
         """Do nothing: only the package is needed."""
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Start or resume the run of this name in trackio."""
         self._trackio = import_module("trackio")
         self._run = self._trackio.init(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, ReportedRun, State
 
 PROJECT = "groupwise"
 
@@ -40,7 +40,7 @@ class WandbSink:
                 "`wandb sync`."
             )
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Start or resume the wandb run with our run's id."""
         import wandb
 

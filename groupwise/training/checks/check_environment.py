@@ -184,7 +184,7 @@ class Game:
         ]
 
 
-class Crowd:
+class ScriptedSampler:
     """Replaces the sampler: writes the completions of a group's players. The seed of a request determines the player and the turn."""
 
     def __init__(self, tokenizer: Any, example: Example) -> None:
@@ -238,7 +238,7 @@ async def play(
                 seed=lambda member, turn: max(turn, 0) * len(PLAYERS) + member,
                 params=params,
             )
-            group = await rollouts.sample(cast("Sampler", Crowd(tokenizer, example)), ask)
+            group = await rollouts.sample(cast("Sampler", ScriptedSampler(tokenizer, example)), ask)
             games += [Game(PLAYERS[rollout.member][0], rollout) for rollout in group.rollouts]
     finally:
         await rollouts.close()

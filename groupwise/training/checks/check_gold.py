@@ -57,7 +57,7 @@ class Gold:
         forms = accepted_forms(example.columns.get(self.column))
         if self.layout is None:
             return forms
-        return tuple(laid_out(form, self.layout) for form in forms)
+        return tuple(format_answer(form, self.layout) for form in forms)
 
     @property
     def description(self) -> str:
@@ -133,7 +133,7 @@ def answer_in(stored: str) -> str:
     return text if marked is None or text == rf"\boxed{{{marked}}}" else marked
 
 
-def laid_out(stored: str, layout: str) -> str:
+def format_answer(stored: str, layout: str) -> str:
     """A gold answer as a completion in this layout."""
     pattern = LAYOUTS[layout]
     return pattern.replace("{stored}", stored).replace("{answer}", answer_in(stored))

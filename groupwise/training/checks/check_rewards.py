@@ -20,7 +20,13 @@ from groupwise.core.reward_call.text import as_completion
 from groupwise.core.types import Example
 from groupwise.engine.models.tokens import text_ids
 from groupwise.tasks.rewards.rubric import NO_REWARD
-from groupwise.training.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
+from groupwise.training.checks.check_gold import (
+    LAYOUTS,
+    Gold,
+    accepted_forms,
+    cases_of,
+    format_answer,
+)
 
 LAYOUT_ROWS = 4
 """Number of rows on which each way of writing a gold answer is tried."""
@@ -59,7 +65,7 @@ class Trial:
     """None without a tokenizer: functions that require `completion_ids` then receive empty lists."""
     seconds: list[float] = field(default_factory=list[float])
     """Duration of each call in seconds."""
-    most: int = 0
+    largest_call: int = 0
     """Number of completions in the largest call."""
     too_long: int = 0
     """Number of time-outs in a row, up to the last call."""
@@ -91,7 +97,7 @@ class Trial:
         started_at = time.perf_counter()
         score = await self.scorer.score(request)
         self.seconds.append(time.perf_counter() - started_at)
-        self.most = max(self.most, count)
+        self.largest_call = max(self.largest_call, count)
         # A call is stopped as a whole, so one member's reason applies to all members.
         reasons = [member.reason for member in score.members if member.outcome == "timed_out"]
         self.too_long = self.too_long + 1 if reasons else 0
@@ -126,7 +132,7 @@ async def find_layout(
         other_answers = (accepted_forms(row.columns[column])[0] for row in with_gold)
         other_answer = next((answer for answer in other_answers if answer not in forms), forms[0])
         texts = [
-            laid_out(answer, layout) for answer in (stored, other_answer) for layout in LAYOUTS
+            format_answer(answer, layout) for answer in (stored, other_answer) for layout in LAYOUTS
         ]
         members = await trial.score(example, texts)
         halves = members[: len(LAYOUTS)], members[len(LAYOUTS) :]
@@ -452,11 +458,11 @@ def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
         "max": max_seconds,
         "first": first_seconds,
         "calls": len(trial.seconds),
-        "completions": trial.most,
+        "completions": trial.largest_call,
         "time_limit": limit,
     }
     measured = (
-        f"{seconds(median_seconds)} for a call in the middle, {seconds(max_seconds)} for the longest, of up to {trial.most} completions "
+        f"{seconds(median_seconds)} for a call in the middle, {seconds(max_seconds)} for the longest, of up to {trial.largest_call} completions "
         f"(a group has {group}); the limit is {limit:g} s for each function"
     )
     if max(max_seconds, first_seconds) > SLOW * limit:

@@ -44,7 +44,7 @@ from groupwise.training.checks.doctor_engine import (
     publish,
     rows_of,
 )
-from groupwise.training.checks.doctor_template import check_tokenizer, opening_of, stop_tokens
+from groupwise.training.checks.doctor_template import check_tokenizer, opening_messages, stop_tokens
 from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.training.loops.rl_prepare import planned_sizes
 from groupwise.training.placement import Layout
@@ -145,7 +145,7 @@ def _builtin_examples(tokenizer: Any) -> list[Example]:
     chat = bool(getattr(tokenizer, "chat_template", None))
     prompts: list[Prompt] = []
     for question in QUESTIONS:
-        opening = opening_of(tokenizer) if chat else []
+        opening = opening_messages(tokenizer) if chat else []
         prompts.append(
             [*opening[:-1], {"role": "user", "content": question}] if chat else f"{question}\n"
         )

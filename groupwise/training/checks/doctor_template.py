@@ -39,7 +39,7 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
             "model.chat_template names a file with one",
         )
         return
-    opening = opening_of(tokenizer)
+    opening = opening_messages(tokenizer)
     yield beginning(tokenizer, opening)
     yield generation_prompt(tokenizer, opening)
     yield own_turn(tokenizer, opening)
@@ -47,7 +47,7 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
     yield from check_for_dates(tokenizer)
 
 
-def opening_of(tokenizer: Any) -> list[Message]:
+def opening_messages(tokenizer: Any) -> list[Message]:
     """A conversation up to the first question, without a system message if the template refuses one."""
     question: list[Message] = [{"role": "user", "content": QUESTION}]
     conversation: list[Message] = [{"role": "system", "content": "Be brief."}, *question]
@@ -243,7 +243,9 @@ def answer_end(tokenizer: Any) -> int | None:
     """The first special token after an answer in the chat template; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    ids = _render_ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
+    ids = _render_ids(
+        tokenizer, [*opening_messages(tokenizer), _assistant_message(ANSWER)], ask=False
+    )
     special_ids: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
     for index in range(len(ids), 0, -1):
         text = tokenizer.decode(ids[index - 1 :], skip_special_tokens=False)

@@ -40,15 +40,15 @@ from groupwise.training.checks.init_choices import (
     Answers,
     Draft,
     Kind,
+    choose_completion_length,
     choose_dtype,
     choose_lengths,
     choose_required_keys,
     choose_step,
     choose_teacher_step,
-    choose_trained,
+    choose_trainable,
     fit_memory,
     fit_time,
-    wanted_completion,
 )
 from groupwise.training.checks.init_file import commands, render
 from groupwise.training.config import resolved_values, stem_of, view
@@ -148,7 +148,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     path = ("rollout", "type")
     if task.has("get_environment") and path not in draft.chosen:
         draft.choose(path, "environment", "the task has get_environment, which answers each turn")
-    choose_trained(draft, _count_parameters(draft))
+    choose_trainable(draft, _count_parameters(draft))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
     training = (
@@ -164,7 +164,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         draft,
         max(lengths),
         f"the longest of {len(lengths):,} prompts has {max(lengths)} tokens",
-        wanted_completion(
+        choose_completion_length(
             known_answers(draft, task, tokenizer, examples), task.has("get_environment")
         ),
         prompt_room(config.model, 0),
@@ -298,7 +298,7 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
 
 
 def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
-    choose_trained(draft, _count_parameters(draft))
+    choose_trainable(draft, _count_parameters(draft))
     initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest_row = initial.lessons.longest
     choose_teacher_step(draft, len(initial.lessons.lessons), longest_row)

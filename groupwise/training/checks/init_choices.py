@@ -275,7 +275,7 @@ def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
     draft.choose(("model", "dtype"), "auto", reason)
 
 
-def choose_trained(draft: Draft, parameters: int) -> None:
+def choose_trainable(draft: Draft, parameters: int) -> None:
     """Choose an adapter or all weights, and the learning rate for it."""
     if parameters < TOY and draft.given_value(("model", "adapter")) is None:
         draft.choose(
@@ -322,7 +322,7 @@ class Answers:
     count: int
 
 
-def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
+def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int, str]:
     """Number of tokens per completion, with the reason."""
     if answers is None and turns:
         return UNKNOWN_TURN, "tokens of one turn; the task has no example of a turn's length"

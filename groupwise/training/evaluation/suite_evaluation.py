@@ -32,7 +32,7 @@ from groupwise.training.evaluation.policies import PolicyWeights, find_policy
 from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
 from groupwise.training.evaluation.statistics import Interval, mean_with_interval
 from groupwise.training.suites import lighteval
-from groupwise.training.suites.lighteval import SUITES, Marks, ModelSettings, chosen_suites
+from groupwise.training.suites.lighteval import SUITES, ModelSettings, SuiteScores, chosen_suites
 from groupwise.training.suites.serving import Weights, check_words, serving
 
 METRIC = "pass@1"
@@ -268,29 +268,37 @@ def _run_suite(
             f"lighteval failed ({how_it_ended(code)}). Its log is {log}, and ends:\n{family.last_words()}"
         )
     try:
-        marks = lighteval.read_marks(suite, folder, log)
+        suite_scores = lighteval.read_scores(suite, folder, log)
     except RunError as error:
         raise RunError(f"{error}. Its log is {log}") from error
-    return _result_content(name, model_settings, marks, folder, time.monotonic() - started_at)
+    return _result_content(
+        name, model_settings, suite_scores, folder, time.monotonic() - started_at
+    )
 
 
 def _result_content(
-    name: str, model_settings: ModelSettings, marks: Marks, folder: Path, seconds: float
+    name: str,
+    model_settings: ModelSettings,
+    suite_scores: SuiteScores,
+    folder: Path,
+    seconds: float,
 ) -> dict[str, Any]:
-    interval = mean_with_interval(list(marks.scores.values()))
+    interval = mean_with_interval(list(suite_scores.scores.values()))
     return {
         "suite": name,
-        "suite_version": marks.version,
+        "suite_version": suite_scores.version,
         "task": SUITES[name].task,
-        "dataset": marks.dataset,
-        "program": ", ".join(f"{package} {release}" for package, release in marks.releases.items()),
+        "dataset": suite_scores.dataset,
+        "program": ", ".join(
+            f"{package} {release}" for package, release in suite_scores.releases.items()
+        ),
         "endpoint": model_settings.base_url,
         "model": model_settings.model,
-        "prompts": len(marks.scores),
+        "prompts": len(suite_scores.scores),
         "samples_per_prompt": model_settings.samples,
-        "samples": len(marks.scores) * model_settings.samples,
-        "metrics": {METRIC: marks.value},
-        "stderr": {METRIC: marks.stderr},
+        "samples": len(suite_scores.scores) * model_settings.samples,
+        "metrics": {METRIC: suite_scores.value},
+        "stderr": {METRIC: suite_scores.stderr},
         "intervals_95": {METRIC: [interval.low, interval.high]},
         "temperature": model_settings.temperature,
         "top_p": model_settings.top_p,
@@ -300,7 +308,9 @@ def _result_content(
         "finished_at": time.time(),
         "details": str(lighteval.details(folder)),
         "log": str(folder / "log.txt"),
-        "rows": [{"example": number, "score": score} for number, score in marks.scores.items()],
+        "rows": [
+            {"example": number, "score": score} for number, score in suite_scores.scores.items()
+        ],
     }
 
 

@@ -38,7 +38,7 @@ from groupwise.training.generation.journal import ANSWERS, Answers, Journal, Usa
 from groupwise.training.generation.prompts import Prompts, read_prompts
 from groupwise.training.generation.results import (
     TRAIN,
-    left_unjudged,
+    nothing_was_scored,
     replaced_columns,
     write_results,
 )
@@ -180,7 +180,7 @@ def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -
     skipped_rows = [Failure(row.index, f"not asked: {row.reason}") for row in plan.prompts.skipped]
     failures = [*tally.failures, *skipped_rows]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
-    nothing_scored = left_unjudged(config, counts)
+    nothing_scored = nothing_was_scored(config, counts)
     state = "unscored" if nothing_scored else "incomplete" if failures else "done"
     outcome = {"state": state, **counts.summary, "failed": len(failures)}
     summary = _summarise_plan(plan, outcome | _cost_entries(plan, answers, tally))

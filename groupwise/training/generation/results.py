@@ -94,13 +94,13 @@ def write_results(
     ]
     _write_rows(folder / GENERATIONS, _generation_rows(complete_items, answers, scores))
     selection = _select_generations(complete_items, config, scores, counts)
-    if not left_unjudged(config, counts):
+    if not nothing_was_scored(config, counts):
         _write_rows(folder / TRAIN, (_train_row(*entry) for entry in selection))
     _write_rows(folder / FAILURES, _failure_rows(failures, items))
     return counts
 
 
-def left_unjudged(config: GenerateConfig, counts: Counts) -> bool:
+def nothing_was_scored(config: GenerateConfig, counts: Counts) -> bool:
     """True if rewards decide which generations are kept, but none could be scored."""
     return config.min_reward is not None and bool(counts.unscored) and not counts.rewards
 

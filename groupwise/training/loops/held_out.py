@@ -127,10 +127,10 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
         )
         return None
     run.say(f"held-out after {run.step} steps: {describe_result(result)}")
-    return await keep_evaluation(run, name, result)
+    return await store_evaluation(run, name, result)
 
 
-async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
+async def store_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
     """Record an evaluation of the current policy and announce it to the callbacks."""
     run.folder.store.add_evaluation(_evaluation_record(run, name, result))
     await announce(run, name, result)

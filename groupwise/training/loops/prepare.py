@@ -22,7 +22,7 @@ from groupwise.tasks.rollouts.prompts import odd_prompts
 from groupwise.training.callbacks.registry import Named
 from groupwise.training.config import Loaded, LoadedConfig, resolved_values
 from groupwise.training.loops.training import TrainedBy
-from groupwise.training.placement import AnyConfig, Layout, crowding
+from groupwise.training.placement import AnyConfig, Layout, oversubscription_warning
 
 ROWS_READ = "rows_read"
 """The run's fact with the number of rows that it reads from a stream of unknown length."""
@@ -144,7 +144,9 @@ def plan_of(
     A warning about too many threads is added to `warnings`.
     """
     settings = resolved_values(prepared.config)
-    thread_warning = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
+    thread_warning = oversubscription_warning(
+        prepared.layout, elsewhere=prepared.config.run.server is not None
+    )
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
         "plan": {

@@ -27,7 +27,7 @@ from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, 
 from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.training.loops.run import POLICIES, SELECTION
 from groupwise.training.loops.training import Training
-from groupwise.training.placement import with_processes
+from groupwise.training.placement import with_layout_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _refuse_held(path: Path) -> None:
         )
 
 
-def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
+def use_copied_start(loaded: Loaded, point: ResumePoint) -> Loaded:
     """The config, with the weights that the run copied from `--init-from`; their path follows the run's folder if that was moved."""
     start_folder = point.path / START
     if not point.facts.get("init_from") or not start_folder.is_dir():
@@ -131,7 +131,7 @@ def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
     return starting_from(loaded, start_folder.resolve())
 
 
-def start_to_keep(point: ResumePoint) -> Path | None:
+def start_weights_to_copy(point: ResumePoint) -> Path | None:
     """The weights of `--init-from`, if the run died before they were copied into its folder; otherwise None."""
     if not point.facts.get("init_from") or (point.path / START).is_dir():
         return None
@@ -169,7 +169,7 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
-    before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
+    before, now = with_layout_defaults(point.facts.get("layout", {})), asdict(prepared.layout)
     layout = {
         f"layout.{key}": (before[key], now[key])
         for key in sorted(before.keys() & now.keys())

@@ -40,9 +40,9 @@ from groupwise.training.loops.held_out import (
     describe_result,
     evaluate_held_out,
     evaluation_name,
-    keep_evaluation,
     notice_changed_questions,
     recorded_evaluation,
+    store_evaluation,
 )
 from groupwise.training.loops.outcome import (
     end,
@@ -214,10 +214,10 @@ async def run_in(
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
                     notice_changed_questions(run, prepared.facts[ASKED])
-                say_what_begins(run, prepared)
+                log_start(run, prepared)
                 await publish(run, run.policy.version)
                 await starting
-                return await conduct(run, prepared, started_at)
+                return await run_to_completion(run, prepared, started_at)
     finally:
         callbacks.close()
         await rollouts.close()
@@ -303,7 +303,7 @@ def selection_of(prepared: RlPrepared) -> Selection:
     )
 
 
-def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
+def log_start(run: TaskRun, prepared: RlPrepared) -> None:
     """Log the first lines and the warnings about the data."""
     dropped = prepared.prompts.dropped
     for warning in warnings_of(prepared):
@@ -325,7 +325,7 @@ def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
         )
 
 
-async def conduct(run: TaskRun, prepared: RlPrepared, started_at: float) -> RlResult:
+async def run_to_completion(run: TaskRun, prepared: RlPrepared, started_at: float) -> RlResult:
     """Evaluate, take all steps, evaluate again. An interruption keeps all completed steps."""
     try:
         await run.callbacks.begin(run)
@@ -415,5 +415,5 @@ async def held_out_result(
     run.folder.store.set_meta({f"held_out_{name}": fingerprint})
     passing_result = recorded_evaluation(run, evaluation_name(step), step)
     if passing_result is not None:
-        return await keep_evaluation(run, name, passing_result)
+        return await store_evaluation(run, name, passing_result)
     return await evaluate_held_out(run, name)

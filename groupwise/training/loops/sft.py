@@ -34,7 +34,7 @@ from groupwise.training.loops.metrics import Timings, loss_metrics, timing_metri
 from groupwise.training.loops.profiling import profile_step
 from groupwise.training.loops.sft_completions import WITH_SIGNAL, Completions
 from groupwise.training.loops.training import Training, count_non_finite, update, write_checkpoint
-from groupwise.training.sft_config import SftConfig, bounds_of, holds
+from groupwise.training.sft_config import SftConfig, holds, parse_condition
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class SftRun(Training):
     """The metrics named by `training.stop_when`, as of the last evaluation."""
 
     @property
-    def gave_up(self) -> bool:
+    def stopped_early(self) -> bool:
         """True if early stopping ends the run here."""
         patience = self.config.eval.early_stopping_patience
         return patience is not None and self.not_better >= patience
@@ -89,7 +89,7 @@ class SftRun(Training):
     @property
     def over(self) -> bool:
         """See `Training.over`."""
-        return super(SftRun, self).over or self.gave_up or self.reached is not None
+        return super(SftRun, self).over or self.stopped_early or self.reached is not None
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
@@ -272,7 +272,7 @@ async def _measure_held_out(run: SftRun) -> dict[str, float]:
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """Record the condition of `training.stop_when` that is met now, if any."""
     conditions = run.config.training.stop_when
-    metrics_named = {name for condition in conditions for name, _, _ in bounds_of(condition)}
+    metrics_named = {name for condition in conditions for name, _, _ in parse_condition(condition)}
     unknown = metrics_named - metrics.keys()
     if unknown and run.measured is None:
         raise UsageError(
@@ -331,7 +331,7 @@ async def _note_best(run: SftRun, loss: float | None) -> None:
     if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
         run.best = Best(run.step, loss)
         await save(run)
-    if run.gave_up:
+    if run.stopped_early:
         best = f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
         run.say(
             f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"

@@ -235,7 +235,7 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         planned_sft_sizes(config, prepared.layout, lessons.longest),
         counts=counts,
         first_examples={
-            "first_rows": [shown_row(prepared.tokenizer, row) for row in first_lesson.rows]
+            "first_rows": [render_row(prepared.tokenizer, row) for row in first_lesson.rows]
         },
         warnings=[*warnings_of(prepared), *warnings],
     )
@@ -266,7 +266,7 @@ def _prompt_key(lesson: Lesson) -> str:
     return prompt_key(prompt) if has_prompt else json.dumps([row.ids for row in lesson.rows])
 
 
-def shown_row(tokenizer: Any, row: Masked) -> str:
+def render_row(tokenizer: Any, row: Masked) -> str:
     """The row as text, with special tokens, and with ⟦ ⟧ around the trained parts."""
     pieces: list[str] = []
     start = 0

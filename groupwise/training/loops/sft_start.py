@@ -135,8 +135,8 @@ async def _run_in(
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
                     _forget_best_if_rows_changed(run, prepared)
-                _say_what_begins(run, prepared)
-                return await _conduct(run, prepared, started_at)
+                _log_start(run, prepared)
+                return await _run_to_completion(run, prepared, started_at)
     finally:
         callbacks.close()
 
@@ -204,7 +204,7 @@ def _forget_best_if_rows_changed(run: SftRun, prepared: SftPrepared) -> None:
     run.say("the held-out rows were changed: the best step is looked for anew")
 
 
-def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
+def _log_start(run: SftRun, prepared: SftPrepared) -> None:
     """Log the first lines and the warnings about the data."""
     lessons = prepared.lessons
     logger.info(
@@ -232,7 +232,7 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
         )
 
 
-async def _conduct(run: SftRun, prepared: SftPrepared, started_at: float) -> SftResult:
+async def _run_to_completion(run: SftRun, prepared: SftPrepared, started_at: float) -> SftResult:
     """Take all steps, then write the final weights. An interruption keeps all completed steps."""
     try:
         await run.callbacks.begin(run)
@@ -292,7 +292,7 @@ async def _finish_run(
         summary |= {"eval_loss_first": eval_losses[0], "eval_loss_last": eval_losses[-1]}
     if run.best is not None:
         summary |= {"eval_loss_best": run.best.loss, "best_step": run.best.step}
-    if run.gave_up and run.step < run.max_steps:
+    if run.stopped_early and run.step < run.max_steps:
         summary["stopped_early"] = True
     if run.reached is not None:
         summary["stopped_by"] = run.reached

@@ -37,10 +37,10 @@ from groupwise.training.loops.resume import (
     copy_start_weights,
     find_resume_point,
     open_folder,
-    start_to_keep,
-    with_start_of,
+    start_weights_to_copy,
+    use_copied_start,
 )
-from groupwise.training.placement import crowding
+from groupwise.training.placement import oversubscription_warning
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,8 @@ def find_start(loaded: Loaded, mode: StartMode, kind: str) -> Start[Loaded]:
     lineage: tuple[dict[str, Any], ...] = ()
     point = find_resume_point(loaded, mode.resume, mode.resume_from, kind)
     if point is not None:
-        weights = start_to_keep(point)
-        loaded = with_start_of(loaded, point)
+        weights = start_weights_to_copy(point)
+        loaded = use_copied_start(loaded, point)
     elif mode.init_from is not None:
         policy = find_policy(mode.init_from, Path(loaded.config.run.dir))
         weights = policy.folder
@@ -256,7 +256,9 @@ def show_progress(
     )
     ends = Interruption(lambda: progress.note(ENDS))
     with ends as interruption, progress, _shown_warnings(progress):
-        if warning := crowding(prepared.layout, elsewhere=prepared.config.run.server is not None):
+        if warning := oversubscription_warning(
+            prepared.layout, elsewhere=prepared.config.run.server is not None
+        ):
             logger.warning(warning)
         progress.phase("loading")
         yield progress, interruption

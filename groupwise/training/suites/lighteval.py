@@ -106,7 +106,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class SuiteScores:
     """The result of a suite."""
 
     value: float
@@ -213,7 +213,7 @@ def prepare(model_settings: ModelSettings, folder: Path) -> None:
     atomic_files.write_json(folder / MODEL, model_file(model_settings, folder))
 
 
-def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
+def read_scores(suite: Suite, folder: Path, log: Path) -> SuiteScores:
     """Read the result. Raises RunError unless it is complete."""
     content = _read_result_file(folder)
     try:
@@ -239,7 +239,7 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
             f"{missing} of {len(scores)} questions got no answer, which lighteval counts as wrong answers. The log says why; longer "
             "limits than the service has are a frequent reason, and too many requests at once"
         )
-    return Marks(
+    return SuiteScores(
         float(value),
         float(stderr) if isinstance(stderr, float) and math.isfinite(stderr) else None,
         scores,

@@ -12,7 +12,7 @@ import pytest
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
 from groupwise.training.callbacks.jsonl_sink import JsonlSink
-from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, ReportedRun
 
 ROW = {"step": 7, "prompt": "p", "completion": "half \ud800\n", "parts": {"right": 1.0}}
 
@@ -20,7 +20,7 @@ ROW = {"step": 7, "prompt": "p", "completion": "half \ud800\n", "parts": {"right
 def begun(folder: Path, steps: int = 0) -> tuple[JsonlSink, int]:
     sink = JsonlSink()
     sink.check(View({}))
-    return sink, sink.begin(Reported("r", "1a2b3c4d", folder, View({}), steps, 0.0))
+    return sink, sink.begin(ReportedRun("r", "1a2b3c4d", folder, View({}), steps, 0.0))
 
 
 def written(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:

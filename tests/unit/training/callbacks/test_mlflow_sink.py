@@ -19,13 +19,13 @@ import pytest
 
 from groupwise.core.settings.view import View
 from groupwise.training.callbacks.mlflow_sink import MlflowError, MlflowSink
-from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, ReportedRun
 
 CONFIG = {
     "run": {"mlflow_experiment": None}, "training": {"learning_rate": 1e-5, "max_steps": 3}, "task": None,
     "rewards": {"reward_funcs": ["a", "b"]}, "data": {"columns": {}},
 }  # fmt: skip
-RUN = Reported("toy", "1a2b3c4d", Path("runs/toy"), View(CONFIG), 0, 100.5)
+RUN = ReportedRun("toy", "1a2b3c4d", Path("runs/toy"), View(CONFIG), 0, 100.5)
 
 
 class FakeTracking:
@@ -161,7 +161,7 @@ def tracking(monkeypatch) -> FakeTracking:
     return fake
 
 
-def begun(run: Reported = RUN) -> tuple[MlflowSink, int]:
+def begun(run: ReportedRun = RUN) -> tuple[MlflowSink, int]:
     sink = MlflowSink()
     return sink, sink.begin(run)
 

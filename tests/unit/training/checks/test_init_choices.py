@@ -13,7 +13,7 @@ from groupwise.training.checks.init_choices import (
     choose_lengths,
     choose_required_keys,
     choose_step,
-    choose_trained,
+    choose_trainable,
     fit_memory,
     fit_time,
 )
@@ -78,7 +78,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
 ])  # fmt: skip
 def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
     chosen = draft(*words, kind=kind)
-    choose_trained(chosen, parameters)
+    choose_trainable(chosen, parameters)
     config = chosen.load().config
     assert (config.lora is None, config.training.learning_rate) == (full, rate)
 
