@@ -184,7 +184,7 @@ class Reporting(Callback):
     def _recorded_metrics(
         self, run: RunHandle, first_step: int, last_step: int | None = None
     ) -> Iterator[MetricsRow]:
-        """The rows of the record from `first_step` to `last_step`; by default to that before the last step's, which may still be added to."""
+        """The rows of the record from `first_step` to `last_step`. The default ends before the last step, whose row may still grow."""
         last_step = run.step - 1 if last_step is None else last_step
         with _open_record(run) as store:
             values: dict[int, dict[str, float]] = {}

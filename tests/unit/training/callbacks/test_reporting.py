@@ -51,7 +51,7 @@ class Kept:
         self.begun.append(run)
         return self.lines[-1].steps if self.lines else -1
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, line: MetricsRow) -> None:
         print("talk that is no part of a command's result")
         if line.steps == self.fails_at:
             raise OSError("database is locked")
