@@ -48,20 +48,20 @@ class JsonlSink:
         _truncate(run.folder / EVALUATIONS, steps_written, KNOWN_AFTER)
         return steps_written
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Write rollouts and findings first: they count only once the row of metrics follows."""
-        if line.findings:
+        if row.findings:
             finding_rows = [
-                {"step": finding.steps, KNOWN_AFTER: line.steps, **finding.values}
-                for finding in line.findings
+                {"step": finding.steps, KNOWN_AFTER: row.steps, **finding.values}
+                for finding in row.findings
             ]
             atomic_files.append(self._folder / EVALUATIONS, _encode_rows(finding_rows))
-        if line.table:
-            rows = [{**row, "step": line.steps} for row in line.table]
+        if row.table:
+            rows = [{**rollout_row, "step": row.steps} for rollout_row in row.table]
             atomic_files.append(self._folder / COMPLETIONS, _encode_rows(rows))
-        values = {f"task/{k}" if k in OURS else k: v for k, v in line.values.items()}
-        row = {"step": line.steps, "wall_time": line.finished_at, **values}
-        atomic_files.append(self._folder / METRICS, _encode_rows([row]))
+        values = {f"task/{k}" if k in OURS else k: v for k, v in row.values.items()}
+        metrics = {"step": row.steps, "wall_time": row.finished_at, **values}
+        atomic_files.append(self._folder / METRICS, _encode_rows([metrics]))
 
     def end(self, state: State) -> None:
         """Do nothing: every row is on disk already."""

@@ -125,29 +125,29 @@ class MlflowSink:
         logger.info("mlflow has it as the run %s", self._run_id)
         return steps_written
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Send the metrics and the table, then set the tag to this row."""
         with _client_settings(PATIENTLY):
             point = import_module("mlflow.entities").Metric
-            timestamp_ms = round(1000 * line.finished_at)
-            metrics = [(_metric_name(name), value) for name, value in line.values.items()]
+            timestamp_ms = round(1000 * row.finished_at)
+            metrics = [(_metric_name(name), value) for name, value in row.values.items()]
             points = [
-                point(name, value, timestamp_ms, line.steps)
+                point(name, value, timestamp_ms, row.steps)
                 for name, value in metrics
-                if self._reached.get(name) != line.steps
+                if self._reached.get(name) != row.steps
             ]
             points += [
                 point(name, value, timestamp_ms, finding.steps)
-                for finding in line.findings
+                for finding in row.findings
                 for name, value in self._missing_metrics(finding)
             ]
             self._client.log_batch(self._run_id, metrics=points)
-            if line.table:
-                columns, rows = line.cells()
+            if row.table:
+                columns, rows = row.cells()
                 text = io.StringIO()
                 csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-                self._log_file(f"{TABLE}/step-{line.steps:08d}.csv", text.getvalue())
-            self._client.set_tag(self._run_id, self._tag, str(line.steps))
+                self._log_file(f"{TABLE}/step-{row.steps:08d}.csv", text.getvalue())
+            self._client.set_tag(self._run_id, self._tag, str(row.steps))
 
     def end(self, state: State) -> None:
         """Set the final state of the MLflow run."""

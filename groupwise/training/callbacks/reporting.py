@@ -106,8 +106,8 @@ class Reporting(Callback):
         if not self._sinks:
             return
         first_step = min(self._held.values()) + 1
-        for line in self._recorded_metrics(run, first_step):
-            self._send_row(run, line)
+        for row in self._recorded_metrics(run, first_step):
+            self._send_row(run, row)
         self._next = next(iter(self._recorded_metrics(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
@@ -132,9 +132,9 @@ class Reporting(Callback):
         for name, sink in list(self._sinks.items()):
             self._call_or_drop(name, lambda sink=sink: sink.end(end.state))
 
-    def _send_row(self, run: RunHandle, line: MetricsRow | None) -> None:
-        lagging_sinks = [name for name in self._sinks if line and self._held[name] < line.steps]
-        if line is None or not lagging_sinks:
+    def _send_row(self, run: RunHandle, row: MetricsRow | None) -> None:
+        lagging_sinks = [name for name in self._sinks if row and self._held[name] < row.steps]
+        if row is None or not lagging_sinks:
             return
         with _open_record(run) as store:
             evaluations = store.evaluations(rows=False)
@@ -143,14 +143,14 @@ class Reporting(Callback):
                 prefix_of(record), record.step, metrics_of(record)
             )
             for record in evaluations
-            if not OF_TRAINING.fullmatch(record.name) and record.step <= line.steps
+            if not OF_TRAINING.fullmatch(record.name) and record.step <= row.steps
         }
         for name in lagging_sinks:
             new_findings = {
                 k: finding for k, finding in findings.items() if k not in self._sent[name]
             }
             if new_findings:
-                self._sent[name] |= dict.fromkeys(new_findings, line.steps)
+                self._sent[name] |= dict.fromkeys(new_findings, row.steps)
                 # Noted before the row is sent: if sending fails, the sink's last row is an earlier one, and
                 # the finding counts as not sent.
                 identity = json.loads((run.folder / IDENTITY).read_bytes())
@@ -158,12 +158,12 @@ class Reporting(Callback):
                     run.folder / IDENTITY,
                     {**identity, SENT: {**identity.get(SENT, {}), **self._sent}},
                 )
-            if line.values or new_findings:
-                row = replace(line, findings=tuple(new_findings.values()))
+            if row.values or new_findings:
+                full_row = replace(row, findings=tuple(new_findings.values()))
                 self._call_or_drop(
-                    name, lambda name=name, full=row: self._sinks[name].write_row(full)
+                    name, lambda name=name, row=full_row: self._sinks[name].write_row(row)
                 )
-                self._held[name] = line.steps
+                self._held[name] = row.steps
 
     def _call_or_drop(self, name: str, call: Callable[[], Any]) -> Any:
         try:
@@ -197,10 +197,10 @@ class Reporting(Callback):
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
         started_at = _began_at(run)
         for steps in range(max(first_step, 0), last_step + 1):
-            line = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, started_at))
-            yield self._with_table(run, line)
+            row = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, started_at))
+            yield self._with_table(run, row)
 
-    def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
+    def _with_table(self, run: RunHandle, row: MetricsRow) -> MetricsRow:
         """Add the rollouts of the step to the row, if the config shows them."""
         section = run.config["run"]
         rows_to_show = (
@@ -209,15 +209,15 @@ class Reporting(Callback):
         if (
             not rows_to_show
             or run.kind != "rl"
-            or line.steps % section["logging_steps"]
-            or not line.steps
+            or row.steps % section["logging_steps"]
+            or not row.steps
         ):
-            return line
+            return row
         with _open_record(run) as store:
-            rollouts = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
+            rollouts = store.rollouts(RolloutFilter(step=row.steps - 1, limit=sys.maxsize))
         if section["log_unique_prompts"]:
             rollouts = list({view.prompt: view for view in reversed(rollouts)}.values())[::-1]
-        return replace(line, table=[_table_row(view) for view in rollouts[:rows_to_show]])
+        return replace(row, table=[_table_row(view) for view in rollouts[:rows_to_show]])
 
 
 class ParquetRecord(Callback):
@@ -260,7 +260,7 @@ def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[
     """The findings that each sink has, given the last row that it has."""
     sent: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
     return {
-        name: {key: line for key, line in sent.get(name, {}).items() if line <= last_step}
+        name: {key: steps for key, steps in sent.get(name, {}).items() if steps <= last_step}
         for name, last_step in steps_held.items()
     }
 

@@ -74,7 +74,7 @@ class MetricsRow:
     findings: Sequence[Finding] = ()
     """Findings since the row before, ordered by steps. Each is sent with one row only."""
 
-    def row(self) -> dict[str, float]:
+    def flat_values(self) -> dict[str, float]:
         """All values in one mapping, for sinks that cannot add to earlier steps.
 
         Of several findings with one name, it contains only the last, and the steps of that one.
@@ -91,7 +91,7 @@ class MetricsRow:
     def tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
         """Tables by name: columns and rows.
 
-        These are the rollouts, and all findings of each name that has several (`row` contains only one of them).
+        These are the rollouts, and all findings of each name that has several (`flat_values` contains only one of them).
         """
         tables = {TABLE: self.cells()} if self.table else {}
         for name, group in groupby(sorted(self.findings, key=_finding_name), _finding_name):
@@ -130,7 +130,7 @@ class Sink(Protocol):
         """Start a new or resumed run. Returns the last row that the sink has of it, or `NOTHING`."""
         ...
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Show one row."""
         ...
 

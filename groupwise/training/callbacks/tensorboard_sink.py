@@ -56,11 +56,11 @@ class TensorBoardSink:
         self._writer.add_event(event)
         return NOTHING
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Write one event with all values, and one for each finding, at the finding's own steps."""
-        self._add_event(line.finished_at, line.steps, line.values)
-        for finding in line.findings:
-            self._add_event(line.finished_at, finding.steps, finding.values)
+        self._add_event(row.finished_at, row.steps, row.values)
+        for finding in row.findings:
+            self._add_event(row.finished_at, finding.steps, finding.values)
         self._writer.flush()
 
     def _add_event(self, wall_time: float, steps: int, values: Mapping[str, float]) -> None:

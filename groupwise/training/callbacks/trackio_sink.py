@@ -41,12 +41,12 @@ class TrackioSink:
         )
         return self._run._next_step - 1
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Send one row; trackio takes only finite numbers."""
-        values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
-        for name, (columns, rows) in line.tables().items():
+        values: dict[str, Any] = {k: v for k, v in row.flat_values().items() if math.isfinite(v)}
+        for name, (columns, rows) in row.tables().items():
             values[name] = self._trackio.Table(columns=columns, data=rows)
-        self._run.log(values, step=line.steps)
+        self._run.log(values, step=row.steps)
 
     def end(self, state: State) -> None:
         """Wait until everything is written."""

@@ -65,15 +65,15 @@ class WandbSink:
             return NOTHING
         return self._run.starting_step - 1
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Send one row of the run's history."""
-        for name in {finding.name for finding in line.findings} - self._defined:
+        for name in {finding.name for finding in row.findings} - self._defined:
             self._defined.add(name)
             self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
-        values: dict[str, Any] = line.row()
-        for name, (columns, rows) in line.tables().items():
+        values: dict[str, Any] = row.flat_values()
+        for name, (columns, rows) in row.tables().items():
             values[name] = self._wandb.Table(columns=columns, data=rows)
-        self._run.log(values, step=line.steps)
+        self._run.log(values, step=row.steps)
 
     def end(self, state: State) -> None:
         """Wait until everything is sent or written."""

@@ -51,11 +51,11 @@ class Kept:
         self.begun.append(run)
         return self.lines[-1].steps if self.lines else -1
 
-    def write_row(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         print("talk that is no part of a command's result")
-        if line.steps == self.fails_at:
+        if row.steps == self.fails_at:
             raise OSError("database is locked")
-        self.lines.append(line)
+        self.lines.append(row)
 
     def end(self, state: State) -> None:
         self.ended.append(state)
