@@ -1,6 +1,6 @@
 """The protocol of an algorithm: two pieces of maths that meet in the learner and are independent of machines.
 
-The loop calls the first half, on plain records: `shaped` may add to the rewards of a group, `accepts` may reject the group, `weights`
+The loop calls the first half, on plain records: `shaped` may add to the rewards of a group, `accepts` may reject the group, `credits`
 turns the rewards of a step into credit for each rollout, and `denominators` gives the divisors for the sums of the whole step. The
 learner calls the second half, on tensors: `loss` turns a batch of log-probabilities into undivided sums. Because sums add up and the
 denominators are those of the whole step, the gradient does not depend on how the rows were cut into batches or spread over machines.
@@ -163,7 +163,7 @@ class Algorithm(Loss, Protocol):
         """
         ...
 
-    def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
+    def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Credit for the rollouts of a step: for each group a tuple in the order of its rollouts.
 
         None for rollouts that are not trained.

@@ -215,7 +215,7 @@ class GroupRelative(ABC):
             return True
         return not tied([reward_of_the_task(rollout) for rollout in group.scored])
 
-    def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
+    def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Advantage and scale of each trained rollout; None for the others."""
         return tuple(
             tuple(
@@ -278,7 +278,7 @@ class GroupRelative(ABC):
         surrogate, stats = self.surrogate(batch, log_ratio)
         gap = ops.masked_difference(batch.policy_logprobs_BT, sampled, mask)
         stats |= {**ops.token_stats(batch), "logprob_gap": gap.detach().abs()}
-        weights: Tensor = 1.0
+        credits: Tensor = 1.0
         if self.needs_proximal:
             weights, weighted = self._importance(batch)
             stats |= weighted

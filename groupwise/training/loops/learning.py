@@ -45,22 +45,22 @@ class LearnResult:
 
 
 def with_learner_results(
-    groups: Sequence[Group], weights: Sequence[Weights], result: LearnResult
+    groups: Sequence[Group], credits: Sequence[Weights], result: LearnResult
 ) -> list[Group]:
     """The groups of a step as they are recorded: with each rollout's advantages and the learner's log-probabilities of its tokens."""
     return [
         with_learner_logprobs(with_advantages(group, credit), credit, result.logprobs.get(index))
-        for index, (group, credit) in enumerate(zip(groups, weights, strict=True))
+        for index, (group, credit) in enumerate(zip(groups, credits, strict=True))
     ]
 
 
 async def learn(
-    run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
+    run: Learning, groups: Sequence[Group], credits: Sequence[Weights], rate: float
 ) -> LearnResult:
     """Make the step's updates; none if no group has a signal."""
     rows_by_group = [
         training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
-        for group, credit in zip(groups, weights, strict=True)
+        for group, credit in zip(groups, credits, strict=True)
     ]
     if not any(rows_by_group):
         return LearnResult()

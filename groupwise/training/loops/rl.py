@@ -2,7 +2,7 @@
 
     for each step:
         groups = schedule.next      draw examples in their order, sample and score all groups concurrently
-        take_step(groups)           weights → rows → updates → publish → record → at intervals a checkpoint
+        take_step(groups)           credits → rows → updates → publish → record → at intervals a checkpoint
 
 `train` calls both. If you already have scored groups, call `take_step` directly. Every completion contains the version and fingerprint of
 the weights that drew it, and the loop stops if these are not the ones that the schedule prescribes.
@@ -78,13 +78,13 @@ async def take_step(
     run.timings.drew(batch.sampling, batch.scoring, batch.sampled_tokens)
     await run.callbacks.groups_scored(batch.groups, batch.rejected)
     policy_in = run.policy
-    weights = run.algorithm.weights(batch.groups)
+    credits = run.algorithm.credits(batch.groups)
     if rate is None:
         rate = learning_rate(run.step, run.max_steps, run.config.training)
-    result = await learn(run, batch.groups, weights, rate)
+    result = await learn(run, batch.groups, credits, rate)
     if result.changed:
         await publish(run, policy_in.version + 1)
-    groups = with_learner_results(batch.groups, weights, result)
+    groups = with_learner_results(batch.groups, credits, result)
     check_something_scored(run, groups)
     run.timings.step = time.perf_counter() - started_at
     metrics = commit(run, replace(batch, groups=groups), policy_in, rate, result.metrics)

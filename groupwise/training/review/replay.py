@@ -365,8 +365,8 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
     """Repeat `groupwise.training.loops.rl.take_step` without sampling and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
     groups = _trained_groups(recording, record)
-    weights = run.algorithm.weights(groups)
-    result = await learn(run, groups, weights, record.learning_rate)
+    credits = run.algorithm.credits(groups)
+    result = await learn(run, groups, credits, record.learning_rate)
     if result.changed:
         run.policy = await run.learner.publish(run.policy.version + 1)
     run.adapt({**result.metrics, "rollouts/scored": metrics["rollouts/scored"]})
@@ -375,7 +375,7 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
         step,
         recorded=_step_values(metrics, record.version_out, record.fingerprint_out),
         replayed=_step_values(result.metrics, run.policy.version, run.policy.fingerprint),
-        advantages=sum(map(_other_advantages, groups, weights)),
+        advantages=sum(map(_other_advantages, groups, credits)),
         tolerance=RELATIVE[recording.layout.dtype] if recording.rounding else None,
     )
 
@@ -398,8 +398,8 @@ def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
     return groups
 
 
-def _other_advantages(group: Group, weights: Weights) -> int:
-    advantages = [weight.advantage if weight else None for weight in weights]
+def _other_advantages(group: Group, credits: Weights) -> int:
+    advantages = [credit.advantage if credit else None for credit in credits]
     recorded = [rollout.advantage for rollout in group.rollouts]
     return sum(before != now for before, now in zip(recorded, advantages, strict=True))
 

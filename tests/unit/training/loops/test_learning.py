@@ -116,7 +116,7 @@ def learnt(
         non_finite_limit=3,
         step=0,
     )
-    return learner, asyncio.run(learn(run, groups, algorithm.weights(groups), 0.1))
+    return learner, asyncio.run(learn(run, groups, algorithm.credits(groups), 0.1))
 
 
 STEP = [group(0, 0.0, 1.0), group(1, 0.35, 0.35, tokens=5), group(2, 1.0, 3.0, None, tokens=3)]
@@ -227,7 +227,7 @@ def test_other_rows_cost_nothing_where_each_token_has_its_own_ratio():
 
 def said(groups: Sequence[Group], learned: LearnResult, name: str) -> list[list[Any]]:
     """What is noted of the segments of each group."""
-    weights = make(name, {}).weights(groups)
+    weights = make(name, {}).credits(groups)
     return [
         [each.learner_logprobs for rollout in group.rollouts for each in rollout.segments]
         for group in with_learner_results(groups, weights, learned)
