@@ -278,7 +278,7 @@ class GroupRelative(ABC):
         surrogate, stats = self.surrogate(batch, log_ratio)
         gap = ops.masked_difference(batch.policy_logprobs_BT, sampled, mask)
         stats |= {**ops.token_stats(batch), "logprob_gap": gap.detach().abs()}
-        credits: Tensor = 1.0
+        weights: Tensor = 1.0
         if self.needs_proximal:
             weights, weighted = self._importance(batch)
             stats |= weighted
