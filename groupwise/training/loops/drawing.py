@@ -80,7 +80,7 @@ def check_served(policy: Policy, group: Group) -> None:
                 )
 
 
-async def serve(run: Run, policy: Policy) -> None:
+async def load_policy(run: Run, policy: Policy) -> None:
     """Load these weights into the sampler, and verify by fingerprint that it serves them."""
     started_at = time.perf_counter()
     await run.settle()

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
-from groupwise.training.loops.drawing import serve
+from groupwise.training.loops.drawing import load_policy
 from groupwise.training.loops.held_out import evaluate_if_due
 from groupwise.training.loops.learning import learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
@@ -95,4 +95,4 @@ async def take_step(
 async def publish(run: Run, version: int) -> None:
     """Publish the learner's weights and load them into the sampler."""
     run.policy = await run.learner.publish(version)
-    await serve(run, run.policy)
+    await load_policy(run, run.policy)

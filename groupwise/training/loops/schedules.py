@@ -84,7 +84,7 @@ class FixedLag:
 
     async def _serve_policy(self, policy: Policy) -> None:
         if policy.version != self._run.serving.version:
-            await drawing.serve(self._run, policy)
+            await drawing.load_policy(self._run, policy)
 
     def _start_step(self, step: int) -> None:
         if step in self._steps:
