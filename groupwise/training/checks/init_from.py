@@ -58,7 +58,7 @@ from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
 
-Fate = Literal["taken", "default", "no effect", "no equal", "unread"]
+KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
 """The fate of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
 
 
@@ -73,7 +73,7 @@ class Translation:
     open_r1: bool = False
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
-    fates: dict[str, Fate] = field(default_factory=dict[str, Fate])
+    key_statuses: dict[str, KeyStatus] = field(default_factory=dict[str, KeyStatus])
     chat_template: str | None = None
     """The chat template, which is written to a separate file."""
 
@@ -84,7 +84,7 @@ class Translation:
     def take(self, name: str, default: Any = None) -> Any:
         """The value of a foreign key, which then counts as taken."""
         if name in self.settings:
-            self.fates.setdefault(name, "taken")
+            self.key_statuses.setdefault(name, "taken")
         return self.settings.get(name, default)
 
     def origin(self, name: str) -> str:
@@ -95,11 +95,11 @@ class Translation:
         """Report that a key means something else here, or has no effect."""
         self.findings.append(Finding(name, "ok", text))
 
-    def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
+    def lose(self, name: str, text: str, status: KeyStatus = "no equal") -> None:
         """Report a setting that is not taken over, and why."""
         self.findings.append(Finding(name, "warning", text))
-        if name in self.settings or fate == "unread":
-            self.fates[name] = fate
+        if name in self.settings or status == "unread":
+            self.key_statuses[name] = status
 
     @property
     def names_data(self) -> bool:
@@ -151,7 +151,7 @@ def init_from(
         "file": str(target),
         "command": "rl",
         "config": resolved_values(config),
-        "keys": translation.fates,
+        "keys": translation.key_statuses,
         "next": words,
     }
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
@@ -183,10 +183,10 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
     ):
         step(translation)
     for name, key in SAME.items():
-        if name in translation.settings and name not in translation.fates:
+        if name in translation.settings and name not in translation.key_statuses:
             _take_unchanged(translation, name, key)
     for name in translation.settings:
-        if name not in translation.fates:
+        if name not in translation.key_statuses:
             _report_not_taken(translation, name)
     _leave_out_invalid_values(translation)
     options = " ".join(
@@ -195,9 +195,9 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
             *(f"{finding.name} {finding.measured}" for finding in translation.findings),
         ]
     )
-    for name, fate in translation.fates.items():
-        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
-            translation.fates[name] = "default"  # it set what is the default here
+    for name, status in translation.key_statuses.items():
+        if status == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
+            translation.key_statuses[name] = "default"  # it set what is the default here
     _report_ineffective_keys(translation)
     return translation
 
@@ -211,8 +211,8 @@ def _report_ineffective_keys(translation: Translation) -> None:
     ):
         names = [
             name
-            for name, fate in translation.fates.items()
-            if fate == outcome and name not in remarked_names
+            for name, status in translation.key_statuses.items()
+            if status == outcome and name not in remarked_names
         ]
         if names:
             translation.remark(subject, f"{text}: {', '.join(names)}")
@@ -226,17 +226,17 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
     )
     if name in MAY_BE_NULL and (value is None or value == 0):
         translation.choose(SAME[name], None, translation.origin(name))
-        translation.fates[name] = "taken"
+        translation.key_statuses[name] = "taken"
     elif not (objection := _rejection_reason(name, parsed_value)):
         if _is_at_default(name, parsed_value):
-            translation.fates[name] = "default"
+            translation.key_statuses[name] = "default"
         else:
             translation.settings[name] = parsed_value
     elif name in NO_EQUAL:
         translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
-        translation.fates[name] = "no equal"
+        translation.key_statuses[name] = "no equal"
     elif has_no_effect:
-        translation.fates[name] = "no effect"
+        translation.key_statuses[name] = "no effect"
     else:
         translation.lose(name, objection, "unread")
 
@@ -360,7 +360,7 @@ def _report_not_taken(translation: Translation, name: str) -> None:
     if name in NO_EQUAL:
         translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
-        translation.fates[name] = "no effect"
+        translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:
             translation.remark(name, REMARKS[name])
     elif advice:
@@ -399,10 +399,12 @@ def _translate_model(translation: Translation) -> None:
 
 def _translate_lora(translation: Translation) -> None:
     call = translation.settings.pop("lora_call", "")
-    translation.fates.pop("lora_call", None)
+    translation.key_statuses.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
     source_key = "full_finetuning" if translation.take("full_finetuning") else "use_peft"
-    is_full = source_key == "full_finetuning" or translation.fates.get("use_peft") == "default"
+    is_full = (
+        source_key == "full_finetuning" or translation.key_statuses.get("use_peft") == "default"
+    )
     if is_full or not (call or any(key in translation.settings for key in keys)):
         translation.choose(
             "lora",
@@ -413,7 +415,7 @@ def _translate_lora(translation: Translation) -> None:
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
             if name in translation.settings:
-                translation.fates[name] = "default"
+                translation.key_statuses[name] = "default"
         return
     if translation.take("use_peft"):
         translation.remark("use_peft", "trains an adapter, as the section lora does here")
@@ -475,7 +477,7 @@ def _translate_batch(translation: Translation) -> None:
     steps = translation.take("steps_per_generation")
     if sampled is not None and steps is not None:
         # A dumped config has both; steps_per_generation suffices.
-        translation.fates["generation_batch_size"] = "default"
+        translation.key_statuses["generation_batch_size"] = "default"
     elif sampled is not None:
         steps = Fraction(sampled, device * translation.processes)
     reuse = Fraction(accumulation if steps is None else steps, accumulation)
@@ -516,7 +518,7 @@ def _translate_length(translation: Translation) -> None:
     if steps > 0:
         translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
         if "num_train_epochs" in translation.settings:
-            translation.fates["num_train_epochs"] = "default"
+            translation.key_statuses["num_train_epochs"] = "default"
     else:
         translation.choose("training.max_steps", None, "Epochs say how long.")
         _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
@@ -609,7 +611,7 @@ def _translate_correction(translation: Translation) -> None:
     if not translation.settings.get("use_vllm") or not correction:
         for name in names:
             if name in translation.settings:
-                translation.fates[name] = "default"
+                translation.key_statuses[name] = "default"
         return
     translation.choose(
         "algorithm.importance_sampling_correction",
@@ -668,12 +670,14 @@ def _translate_warmup(translation: Translation, schedule: str) -> None:
         key = "warmup_ratio" if warmup < 1 else "warmup_steps"
         translation.choose(f"training.{key}", warmup, translation.origin("warmup_steps"))
         if "warmup_ratio" in translation.settings:
-            translation.fates["warmup_ratio"] = "default"  # the steps have priority, in TRL as well
+            translation.key_statuses["warmup_ratio"] = (
+                "default"  # the steps have priority, in TRL as well
+            )
     if schedule == "constant" and translation.settings.keys() & {"warmup_steps", "warmup_ratio"}:
         for name in ("warmup_steps", "warmup_ratio"):
             translation.choices.pop(f"training.{name}", None)
             if name in translation.settings:
-                translation.fates[name] = "default"
+                translation.key_statuses[name] = "default"
         translation.remark(
             "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
         )
@@ -736,7 +740,7 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
         for name, (key, _) in parameters.items():
             if name in translation.settings:
                 is_used = any(entry["name"] == reward and key in entry for entry in dict_entries)
-                translation.fates.setdefault(name, "taken" if is_used else "default")
+                translation.key_statuses.setdefault(name, "taken" if is_used else "default")
                 entries_text += [name] if is_used else []
     if not rewards:
         if "reward_weights" in translation.settings:
@@ -749,7 +753,7 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
     if entries_text:
         origin += f" Their parameters are from {', '.join(entries_text)}."
     translation.choose("rewards.reward_funcs", rewards, origin)
-    translation.fates |= {"reward_funcs": "taken"} if is_given else {}
+    translation.key_statuses |= {"reward_funcs": "taken"} if is_given else {}
     if None not in weights:
         translation.choose("rewards.reward_weights", weights, translation.origin("reward_weights"))
 
@@ -869,7 +873,7 @@ def _translate_run(translation: Translation) -> None:
             translation.choose("run.name", folder.name, translation.origin("output_dir"))
     evaluates = translation.settings.get("do_eval") or _evaluates(translation)
     if "dataset_test_split" in translation.settings and not evaluates:
-        translation.fates["dataset_test_split"] = "default"
+        translation.key_statuses["dataset_test_split"] = "default"
         translation.remark(
             "dataset_test_split",
             "is not taken over: without eval_strategy nothing is evaluated on it",
@@ -885,7 +889,7 @@ def _translate_run(translation: Translation) -> None:
         )
         translation.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
-        translation.fates |= {"eval_steps": "default"} if eval_steps else {}
+        translation.key_statuses |= {"eval_steps": "default"} if eval_steps else {}
         if _evaluates(translation):
             translation.lose(
                 "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
@@ -899,7 +903,7 @@ def _translate_run(translation: Translation) -> None:
             "hub_model_revision",
             "hub_private_repo",
         }:
-            translation.fates[name] = "default"
+            translation.key_statuses[name] = "default"
 
 
 def _translate_sinks(translation: Translation) -> None:
@@ -923,5 +927,5 @@ def _translate_sinks(translation: Translation) -> None:
     for name in translation.settings.keys() & (
         names | (set() if tables else {"log_unique_prompts"})
     ):
-        translation.fates[name] = "default"
+        translation.key_statuses[name] = "default"
         translation.remark(name, "is not taken over: report_to names no such sink")

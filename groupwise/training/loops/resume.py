@@ -56,7 +56,7 @@ class ResumePoint:
     """Damaged checkpoints that cannot be used."""
     checkpoint_steps: tuple[int, ...]
     """The steps of all checkpoints that look complete."""
-    made_anew: MadeAnew | None = None
+    repair: MadeAnew | None = None
     """How the run's record was repaired; None if it was intact."""
 
     @property
@@ -78,7 +78,7 @@ class Resumption:
     @property
     def messages(self) -> tuple[str, ...]:
         """Messages from the search for the checkpoint: a repaired record, and checkpoints that cannot be used."""
-        repairs = () if self.point.made_anew is None else (str(self.point.made_anew),)
+        repairs = () if self.point.repair is None else (str(self.point.repair),)
         return (*repairs, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
 
 
@@ -104,7 +104,7 @@ def find_resume_point(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )
     _refuse_held(path)
-    made_anew = recoveries.get(path.resolve()) or recovery.recover(path)
+    repair = recoveries.get(path.resolve()) or recovery.recover(path)
     facts = Store.facts(path / RECORD)
     if facts.get("kind", kind) != kind:
         raise ResumeMismatchError(
@@ -112,7 +112,7 @@ def find_resume_point(
         )
     checkpoint_steps = tuple(saved.step for saved in checkpoints.complete(path / CHECKPOINTS))
     return ResumePoint(
-        path, checkpoint, facts, complete_checkpoints.skipped, checkpoint_steps, made_anew
+        path, checkpoint, facts, complete_checkpoints.skipped, checkpoint_steps, repair
     )
 
 
