@@ -75,7 +75,9 @@ def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Advantages:
 
 def to_members(groups: Sequence[Group], values: Sequence[Sequence[float]]) -> Advantages:
     """Expand values of the scored members to all members, with None for the others."""
-    return [_to_members(group, of_group) for group, of_group in zip(groups, values, strict=True)]
+    return [
+        _to_members(group, group_values) for group, group_values in zip(groups, values, strict=True)
+    ]
 
 
 def _to_members(group: Group, values: Sequence[float]) -> tuple[float | None, ...]:

@@ -127,7 +127,7 @@ class Closable:
             return None
         return (
             own_peak
-            + sum(peak - shared for peak, shared in rank_memory)
+            + sum(peak - shared_bytes for peak, shared_bytes in rank_memory)
             + max(s for _, s in rank_memory)
         )
 
@@ -221,7 +221,7 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
         try:
             for half, order in zip((learners, samplers), orders, strict=True):
                 half.make_now(MAKE, order)
-            return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
+            return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
         except BaseException:
             _close_halves(learners, samplers)
             raise
@@ -249,7 +249,7 @@ async def start_training(
                 half.make(MAKE, order)
                 for half, order in zip((learners, samplers), orders, strict=True)
             )
-            return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
+            return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
         except BaseException:
             _close_halves(learners, samplers)
             raise
@@ -711,14 +711,14 @@ def _start_halves(
     return learners, samplers, (learning, _make_arguments("sampling", config, layout))
 
 
-def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
+def _parts_of_halves(learners: Started, samplers: Started, *, sharded: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
-        RankLearner(learners, divided=divided),
+        RankLearner(learners, divided=sharded),
         _stop_token_ids(samplers),
         ranks=learners,
         samplers=samplers,
-        divided=divided,
+        divided=sharded,
     )
 
 
@@ -781,15 +781,15 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     learner = _build_learner(
         config, layout, learner_weights, run, folder, config.training.seed, replicas
     )
-    by_servers = config.sampler.engine == "vllm" and layout.learners > 1
+    samples_on_servers = config.sampler.engine == "vllm" and layout.learners > 1
     return Hosted(
         layout.threads_each,
-        None if by_servers else _build_sampler(config, layout, sampler_weights, tokenizer),
+        None if samples_on_servers else _build_sampler(config, layout, sampler_weights, tokenizer),
         learner,
         _with_configured_stops(stops, config),
         learner_weights,
         replicas,
-        witness=_build_witness(sampler_weights) if by_servers else None,
+        witness=_build_witness(sampler_weights) if samples_on_servers else None,
         bench=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training

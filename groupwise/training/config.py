@@ -129,11 +129,11 @@ class AlgorithmConfig(Strict):
         for clash in clashes:
             yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
         clashing = {knob for clash in clashes for knob in clash.knobs}
-        of_preset: Mapping[str, Any] = preset.knobs if preset else {}
+        preset_knobs: Mapping[str, Any] = preset.knobs if preset else {}
         values = self.knobs
         for knob in fields(ALGORITHMS[self.type]):
             needed_knob, value = disabled_by(knob, values), values[knob.name]
-            is_default = value in (knob.default, of_preset.get(knob.name, knob.default))
+            is_default = value in (knob.default, preset_knobs.get(knob.name, knob.default))
             if needed_knob and not is_default and knob.name not in clashing:
                 yield Conflict(
                     f"{knob.name} is {value}, which has no effect while {needed_knob} is "

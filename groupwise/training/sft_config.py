@@ -264,8 +264,8 @@ def load_sft_config(
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(read_source_tree(source), overrides)
-    of_rl = tree.values.get("warm_up") is not None
-    if of_rl and not isinstance(source, SftConfig | Tree):
+    is_rl_config = tree.values.get("warm_up") is not None
+    if is_rl_config and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
 
     def check(tree: Tree) -> list[str]:

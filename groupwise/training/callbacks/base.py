@@ -269,7 +269,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[tuple[str, Callback]] = ()) -> None:
         self._members: list[_Member] = []
-        for name, callback in sorted(callbacks, key=lambda named: named[1].last):
+        for name, callback in sorted(callbacks, key=lambda pair: pair[1].last):
             # Number repeated names, so that each callback has its own: x, x-2, …
             count = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
             self._members.append(_Member(f"{name}-{count + 1}" if count else name, callback))

@@ -90,7 +90,7 @@ class Reporting(Callback):
         file = run.folder / IDENTITY
         if not file.exists():
             atomic_files.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
-        reported = ReportedRun(
+        reported_run = ReportedRun(
             run.name,
             json.loads(file.read_bytes())["id"],
             run.folder,
@@ -99,7 +99,7 @@ class Reporting(Callback):
             _began_at(run),
         )
         for name, sink in list(self._sinks.items()):
-            steps_sent = self._call_or_drop(name, lambda sink=sink: sink.begin(reported))
+            steps_sent = self._call_or_drop(name, lambda sink=sink: sink.begin(reported_run))
             if steps_sent is not None:
                 self._held[name] = steps_sent
         self._sent = _sent_before(run.folder, self._held)

@@ -203,11 +203,11 @@ class TrainerCallbackAdapter(Callback):
         absent = dict.fromkeys(NOT_HERE)
         tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
         method = getattr(self.wrapped, event)
-        returned = method(
+        new_control = method(
             self._args, self._state, self._control, **absent, **tokenizer, **arguments
         )
-        if returned is not None:
-            self._control = returned
+        if new_control is not None:
+            self._control = new_control
         control = self._control
         if control.should_training_stop:
             run.stop("it set control.should_training_stop")

@@ -177,8 +177,8 @@ def _load_subject(
     """Load everything that can be loaded. Broken parts raise the same errors as in training."""
     given_task = None if task is None else load_task(task)
     if config is None:
-        in_turns = given_task is not None and given_task.has("get_environment")
-        rollout = {"type": "environment"} if in_turns else {}
+        has_environment = given_task is not None and given_task.has("get_environment")
+        rollout = {"type": "environment"} if has_environment else {}
         loaded = load_config({"model": {"name": "tiny"}, "rollout": rollout}, overrides)
     else:
         loaded = load_config(config, overrides)

@@ -46,7 +46,7 @@ def check_hooks(task: Task) -> Finding:
         for verb in NEEDED
         if verb not in verbs
     }
-    not_for = "; ".join(
+    missing_note = "; ".join(
         f"`{verb}` would need {', '.join(names)}" for verb, names in missing.items()
     )
     return Finding(
@@ -54,7 +54,7 @@ def check_hooks(task: Task) -> Finding:
         "ok",
         ", ".join(hooks),
         f"enough for {' and '.join(f'`{verb}`' for verb in verbs)}"
-        + (f"; {not_for}" if not_for else ""),
+        + (f"; {missing_note}" if missing_note else ""),
         data={"hooks": hooks, "verbs": verbs, "missing": missing},
     )
 

@@ -97,10 +97,10 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
     stopped_count = 0
     for rollout, row in zip(rollouts, rows, strict=True):
         segment = rollout.segments[0]
-        sampled, stopped = segment.token_ids, segment.finish_reason == "stop"
-        stopped_count += stopped
-        if row.completion_ids != sampled or sum(row.mask) != len(sampled):
-            errors.append(f"{len(sampled)} tokens were sampled, {sum(row.mask)} are trained")
+        token_ids, has_stopped = segment.token_ids, segment.finish_reason == "stop"
+        stopped_count += has_stopped
+        if row.completion_ids != token_ids or sum(row.mask) != len(token_ids):
+            errors.append(f"{len(token_ids)} tokens were sampled, {sum(row.mask)} are trained")
         if len(row.sampling_logprobs) != len(row.completion_ids):
             errors.append(
                 f"{len(row.sampling_logprobs)} log-probabilities for {len(row.completion_ids)} tokens"
@@ -108,7 +108,7 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
         *before_end, last_is_stop = (token in stops for token in row.completion_ids or (None,))
         if any(before_end):
             errors.append(f"{sum(before_end)} stop tokens stand before the end")
-        if last_is_stop and not stopped:
+        if last_is_stop and not has_stopped:
             errors.append("a completion that was cut off ends with a stop token")
     cut_off_count = len(rollouts) - stopped_count
     data = {

@@ -495,16 +495,16 @@ class _Reader:
         if trainers:
             self._take_settings(settings, trainers[-1], used_calls)
         for kind in CALLS:
-            of_kind = [call for call in self.calls if call.kind == kind]
-            if kind == "SamplingParams" or not of_kind:
+            calls_of_kind = [call for call in self.calls if call.kind == kind]
+            if kind == "SamplingParams" or not calls_of_kind:
                 continue
             if kind == "from_pretrained" and isinstance(settings.get("model"), str):
                 continue
             if not any(call.kind == kind for call in used_calls):
-                chosen_call = of_kind[0] if kind == "from_pretrained" else of_kind[-1]
+                chosen_call = calls_of_kind[0] if kind == "from_pretrained" else calls_of_kind[-1]
                 self._take_settings(settings, chosen_call, used_calls)
             last_line = max(call.line for call in used_calls if call.kind == kind)
-            other_lines = [str(call.line) for call in of_kind if call not in used_calls]
+            other_lines = [str(call.line) for call in calls_of_kind if call not in used_calls]
             if kind in ("GRPOConfig", "GRPOTrainer") and other_lines:
                 why = f"that of line {last_line} is read instead"
                 settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)

@@ -1,7 +1,7 @@
 """`groupwise init --from FILE`: translates a GRPO config of TRL, open-r1 or Unsloth into one of ours.
 
 Each value that is taken over has its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
-reported by name, and the report lists the fate of every key. Settings that the file leaves to TRL's defaults (all weights are trained, the
+reported by name, and the report lists what became of every key. Settings that the file leaves to TRL's defaults (all weights are trained, the
 loss is `dapo`) are written out.
 """
 
@@ -59,7 +59,7 @@ from groupwise.training.config import RunConfig, load_config, resolved_values
 CODE = "init_failed"
 
 KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
-"""The fate of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
+"""The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sample
 
 
 def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Translation:
-    """Our choices for the foreign keys, and the fate of each key."""
+    """Our choices for the foreign keys, and the status of each key."""
     translation = Translation(file, {}, processes)
     for name, value in settings.items():
         _read_key(translation, name, value)
@@ -219,7 +219,7 @@ def _report_ineffective_keys(translation: Translation) -> None:
 
 
 def _read_key(translation: Translation, name: str, value: Any) -> None:
-    """Keep a usable value; for any other, decide the fate of its key."""
+    """Keep a usable value; for any other, set the status of its key."""
     parsed_value = _parse_number(name, value)
     has_no_effect = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
         name == "model_name_or_path" and translation.file.suffix == ".py"
@@ -473,13 +473,13 @@ def _translate_batch(translation: Translation) -> None:
             "per_device_train_batch_size",
             f"{completions} completions are no whole groups of {generations}: a step has {prompt_count} groups",
         )
-    sampled = translation.take("generation_batch_size")
+    generation_batch = translation.take("generation_batch_size")
     steps = translation.take("steps_per_generation")
-    if sampled is not None and steps is not None:
+    if generation_batch is not None and steps is not None:
         # A dumped config has both; steps_per_generation suffices.
         translation.key_statuses["generation_batch_size"] = "default"
-    elif sampled is not None:
-        steps = Fraction(sampled, device * translation.processes)
+    elif generation_batch is not None:
+        steps = Fraction(generation_batch, device * translation.processes)
     reuse = Fraction(accumulation if steps is None else steps, accumulation)
     name = (
         "steps_per_generation"

@@ -135,8 +135,8 @@ class EvalResult:
     @property
     def _prompt_counts(self) -> dict[str, int]:
         """Number of prompts of each of the task's metrics, if known: all prompts, or those of the label in its name."""
-        of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
-        counts = {**of_labels, "": self.prompts}
+        label_counts = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
+        counts = {**label_counts, "": self.prompts}
         counts_by_metric = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
         return {name: count for name, count in counts_by_metric.items() if count is not None}
 

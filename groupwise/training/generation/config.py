@@ -137,8 +137,8 @@ class GenerateConfig(Strict):
                 "a template takes the place of prompt_column; write {column} into it, or {{ instruction }} for the prompt column.",
                 ("prompt_column", "prompt_template"),
             )
-        of_dataset = ("dataset_config", "prompt_column", "prompt_template", "system_prompt")
-        for name in of_dataset if self.task_module is not None else ():
+        dataset_options = ("dataset_config", "prompt_column", "prompt_template", "system_prompt")
+        for name in dataset_options if self.task_module is not None else ():
             if getattr(self, name) is not None:
                 yield Conflict(
                     f"{name} has no effect on the prompts of a task.", (name, "task_module")
@@ -206,8 +206,8 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
         values["hub"] = output.removeprefix("hub:")
     template = values.get("prompt_template")
     # A task's prompts have no template that could be translated.
-    of_dataset = values.get("task_module") is None
-    if of_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
+    from_dataset = values.get("task_module") is None
+    if from_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
         del values["prompt_template"]
     tree = tree_of(values, "generate")
     return validate(GenerateConfig, tree, check=lambda tree: secrets_in(tree, "extra"))

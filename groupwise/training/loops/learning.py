@@ -142,14 +142,20 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     rows = [row for group in rows_by_group for row in group]
     if run.algorithm.needs_reference:
         logprobs = await run.learner.logprobs(rows, "reference")
-        rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, logprobs, strict=True)]
+        rows = [
+            replace(r, reference_logprobs=row_logprobs)
+            for r, row_logprobs in zip(rows, logprobs, strict=True)
+        ]
     # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
     # the first update computes its own.
     updates = len([*parts(len(rows_by_group), run.config.training)])
     needs_proximal = updates > 1 or any(row.others is not None for row in with_others(rows))
     if run.algorithm.needs_proximal and needs_proximal:
         logprobs = await run.learner.logprobs(rows)
-        rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, logprobs, strict=True)]
+        rows = [
+            replace(r, proximal_logprobs=row_logprobs)
+            for r, row_logprobs in zip(rows, logprobs, strict=True)
+        ]
     remaining = iter(with_others(rows))
     return [[next(remaining) for _ in group] for group in rows_by_group]
 

@@ -70,8 +70,8 @@ def check_start(loaded: LoadedConfig) -> None:
 def starting_from(loaded: Loaded, folder: Path) -> Loaded:
     """The config of a run that starts from the weights in a folder: an adapter, or a whole model."""
     key = key_of_weights(folder)
-    of_another = {"adapter_revision": None} if key == "adapter" else {}
-    model = loaded.config.model.model_copy(update={**of_another, key: str(folder)})
+    reset_keys = {"adapter_revision": None} if key == "adapter" else {}
+    model = loaded.config.model.model_copy(update={**reset_keys, key: str(folder)})
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
 
 

@@ -216,12 +216,12 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
             instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
         )
     warnings = [unfilled_arguments_warning(unfilled)] if unfilled else []
-    of_machine = rubric.check_machine(refuse=False) if rubric else []
+    machine_warnings = rubric.check_machine(refuse=False) if rubric else []
     return [
         *prompt_warnings(prepared, examples),
         *warnings,
         *([overlap] if overlap else []),
-        *of_machine,
+        *machine_warnings,
     ]
 
 

@@ -229,10 +229,10 @@ async def run_in(
 def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
     """The callbacks of the config, then those of the task."""
     config_view, tokenizer = view(prepared.config), prepared.tokenizer
-    of_task = callbacks_of_task(
+    task_callbacks = callbacks_of_task(
         prepared.task, config_view, tokenizer, str(folder), config_callbacks=prepared.callbacks
     )
-    return Callbacks([*prepared.callbacks, *of_task])
+    return Callbacks([*prepared.callbacks, *task_callbacks])
 
 
 def assemble(
@@ -294,12 +294,12 @@ def selection_of(prepared: RlPrepared) -> Selection:
         block=config.training.prompts_per_step,
     )
     replay, schedule = config.data.replay, config.sampler.temperature_schedule
-    waits = replay is not None and replay.at_temperature_floor and schedule is not None
+    waits_for_floor = replay is not None and replay.at_temperature_floor and schedule is not None
     return Selection(
         config.data,
         config.training.seed,
         sizes,
-        replay_from=schedule.steps if waits and schedule else 0,
+        replay_from=schedule.steps if waits_for_floor and schedule else 0,
     )
 
 

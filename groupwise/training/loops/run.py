@@ -293,8 +293,8 @@ class TaskRun(Run):
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
         """See `Training.load_more`."""
         selection_file = folder / SELECTION  # earlier versions drew in order and had no such file
-        in_order = {"cursor": position["next_draw"]}
+        ordered_state = {"cursor": position["next_draw"]}
         self.selection.load_state(
-            json.loads(selection_file.read_bytes()) if selection_file.exists() else in_order
+            json.loads(selection_file.read_bytes()) if selection_file.exists() else ordered_state
         )
         super(TaskRun, self).load_more(folder, position)

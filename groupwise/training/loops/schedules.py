@@ -291,11 +291,11 @@ def choose(
     for t in sorted(counts):
         sampled_count = sum(counts[other_step] for other_step in counts if other_step <= t)
         due = sampled_count - max(0, t + lag - step) * size
-        have = sum(since[draw] <= t for draw in chosen)
+        chosen_count = sum(since[draw] <= t for draw in chosen)
         candidates = [draw for draw in finished if since[draw] <= t and draw not in chosen]
-        if due - have > len(candidates):
+        if due - chosen_count > len(candidates):
             return None
-        chosen += candidates[: max(0, due - have)]
+        chosen += candidates[: max(0, due - chosen_count)]
     for draw in (candidate for candidate in finished if candidate not in chosen):
         replay_is_full = (
             max_replayed is not None and len(replayed_draws & set(chosen)) >= max_replayed

@@ -272,14 +272,16 @@ async def _measure_held_out(run: SftRun) -> dict[str, float]:
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """Record the condition of `training.stop_when` that is met now, if any."""
     conditions = run.config.training.stop_when
-    metrics_named = {name for condition in conditions for name, _, _ in parse_condition(condition)}
-    unknown = metrics_named - metrics.keys()
+    condition_metrics = {
+        name for condition in conditions for name, _, _ in parse_condition(condition)
+    }
+    unknown = condition_metrics - metrics.keys()
     if unknown and run.measured is None:
         raise UsageError(
             f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
             f"{', '.join(sorted(metrics))}"
         )
-    run.measured = {name: metrics[name] for name in sorted(metrics_named - unknown)}
+    run.measured = {name: metrics[name] for name in sorted(condition_metrics - unknown)}
     matches = (condition for condition in conditions if holds(condition, metrics))
     run.reached = next(matches, None)
     if run.reached is not None:

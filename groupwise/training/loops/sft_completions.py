@@ -74,12 +74,14 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
         rl_config = load_config(base_folder / completions_config.rl).config.model_dump(
             mode="json", exclude_unset=True
         )
-    of_sft = config.model_dump(mode="json", exclude_unset=True)
+    sft_values = config.model_dump(mode="json", exclude_unset=True)
     shared_sections = {
-        name: of_sft[name] for name in ("model", "lora", "run", "distributed") if name in of_sft
+        name: sft_values[name]
+        for name in ("model", "lora", "run", "distributed")
+        if name in sft_values
     }
     sections: dict[str, Any] = {**rl_config, **shared_sections, "warm_up": None}
-    sections.setdefault("task", of_sft.get("task", {}))
+    sections.setdefault("task", sft_values.get("task", {}))
     # The sampler uses the learner's weights, so these settings must be the learner's.
     sft_training = config.training
     keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")

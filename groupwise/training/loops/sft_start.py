@@ -146,12 +146,12 @@ async def _build_parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
-    completions_prepared, task, tokenizer = (
+    completion_prompts, task, tokenizer = (
         prepared.completion_prompts,
         prepared.task,
         prepared.tokenizer,
     )
-    if completions_prepared is None:
+    if completion_prompts is None:
         unused_folder = folder.path / "published"  # without a sampler, nothing is published
         starts = build.start_supervised(
             prepared.config, prepared.layout, folder.name, unused_folder
@@ -160,24 +160,24 @@ async def _build_parts(
             yield parts.learner, None
         return
     publications = build.publication_folder(
-        folder.path, build.publication_bytes(completions_prepared.config)
+        folder.path, build.publication_bytes(completion_prompts.config)
     )
     scorer = rollout_builder.build_scorer(
-        completions_prepared.config, task, tokenizer, completions_prepared.rubric
+        completion_prompts.config, task, tokenizer, completion_prompts.rubric
     )
     rollouts = rollout_builder.build_rollouts(
-        completions_prepared.config, task, tokenizer, completions_prepared.layout.key_length
+        completion_prompts.config, task, tokenizer, completion_prompts.layout.key_length
     )
     try:
         starts = build.start_training(
-            completions_prepared.config, completions_prepared.layout, folder.name, publications
+            completion_prompts.config, completion_prompts.layout, folder.name, publications
         )
         with closing(await load_parts(interruption, starts)) as parts:
             await asyncio.gather(scorer.start(), rollouts.start())
             held_out_set = held_out(
-                completions_prepared.config,
+                completion_prompts.config,
                 task,
-                completions_prepared.prompts,
+                completion_prompts.prompts,
                 parts.stop_token_ids,
                 rollouts,
             )

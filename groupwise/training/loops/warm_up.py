@@ -154,8 +154,8 @@ def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
         return False
     if facts.get("kind") != KIND or facts.get("init_from"):
         return False
-    facts_compared = [*FIXED_FACTS.values(), "task_file"]
-    if any(facts.get(name) != prepared.facts.get(name) for name in facts_compared):
+    compared_facts = [*FIXED_FACTS.values(), "task_file"]
+    if any(facts.get(name) != prepared.facts.get(name) for name in compared_facts):
         return False
     differences = compare_for_resume(config, prepared.config)
     changed_keys = [*differences.free, *differences.warned, *differences.fixed]

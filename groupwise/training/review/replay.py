@@ -98,7 +98,7 @@ class ReplayedStep:
             "grad_norm": _is_close(before.grad_norm, now.grad_norm, margin),
             "version": before.version == now.version,
         }
-        return [name for name, equal in pairs.items() if not equal]
+        return [name for name, is_equal in pairs.items() if not is_equal]
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,9 +333,9 @@ async def _rescore_steps(
             pairs = [_before_scoring(group) for group in store.groups(step) if group.draw in draws]
             _check_needs(judge, [unscored for _, unscored in pairs])
             rescored_groups = await gather_all(
-                score_group(judge.scorer, blank, step, max_steps)
-                for _, blank in pairs
-                if blank.rollouts
+                score_group(judge.scorer, unscored, step, max_steps)
+                for _, unscored in pairs
+                if unscored.rollouts
             )
             by_draw = {group.draw: group for group in rescored_groups}
             groups = [

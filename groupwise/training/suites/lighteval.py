@@ -163,14 +163,14 @@ def command(
     program: Sequence[str], suite: Suite, model_settings: ModelSettings, folder: Path
 ) -> list[str]:
     """The command line that runs a suite in `folder`."""
-    times = f"@k=1@n={model_settings.samples}" if suite.repeatable else ""
+    repeat_suffix = f"@k=1@n={model_settings.samples}" if suite.repeatable else ""
     limit = (
         ()
         if model_settings.max_questions is None
         else ("--max-samples", str(model_settings.max_questions))
     )
     return [
-        *(*program, "endpoint", "litellm", str(folder / MODEL), f"{suite.task}{times}|0"),
+        *(*program, "endpoint", "litellm", str(folder / MODEL), f"{suite.task}{repeat_suffix}|0"),
         *("--output-dir", str(folder / OUTPUT), "--save-details"),
         *("--custom-tasks", inside_lighteval.__file__, *limit),
     ]
