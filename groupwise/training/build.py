@@ -128,7 +128,7 @@ class Closable:
         return (
             own_peak
             + sum(peak - shared_bytes for peak, shared_bytes in rank_memory)
-            + max(s for _, s in rank_memory)
+            + max(shared_bytes for _, shared_bytes in rank_memory)
         )
 
 

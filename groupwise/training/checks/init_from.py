@@ -1,8 +1,8 @@
 """`groupwise init --from FILE`: translates a GRPO config of TRL, open-r1 or Unsloth into one of ours.
 
 Each value that is taken over has its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
-reported by name, and the report lists what became of every key. Settings that the file leaves to TRL's defaults (all weights are trained, the
-loss is `dapo`) are written out.
+reported by name, and the report lists what became of every key. Settings that the file leaves to TRL's defaults (all weights are trained,
+the loss is `dapo`) are written out.
 """
 
 from __future__ import annotations
