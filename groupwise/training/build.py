@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
-MAKE = "groupwise.training.build:make_worker_from_json"
+WORKER_FACTORY = "groupwise.training.build:make_worker_from_json"
 
 LARGE_ADAPTER = 512 << 20
 """Default size in bytes of one publication: that of a rank-64 adapter on a model of 7 billion parameters."""
@@ -220,7 +220,7 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
         learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
         try:
             for half, order in zip((learners, samplers), orders, strict=True):
-                half.make_now(MAKE, order)
+                half.make_now(WORKER_FACTORY, order)
             return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
         except BaseException:
             _close_halves(learners, samplers)
@@ -246,7 +246,7 @@ async def start_training(
         learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
         try:
             await gather_all(
-                half.make(MAKE, order)
+                half.make(WORKER_FACTORY, order)
                 for half, order in zip((learners, samplers), orders, strict=True)
             )
             return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
@@ -658,10 +658,12 @@ def _build_workers_now(
         return _build_in_process(kind, config, layout, **arguments)
     if layout.apart:
         workers = _start_processes(kind, config, layout)
-        workers.make_now(MAKE, _make_arguments(kind, config, layout, **arguments))
+        workers.make_now(WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments))
         return workers
     ranks = prefork.take()
-    ranks.make_now(MAKE, _make_arguments(kind, config, layout, **arguments), layout.processes)
+    ranks.make_now(
+        WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments), layout.processes
+    )
     return ranks
 
 
@@ -673,10 +675,12 @@ async def _build_workers(
         return _build_in_process(kind, config, layout, **arguments)
     if layout.apart:
         workers = _start_processes(kind, config, layout)
-        await workers.make(MAKE, _make_arguments(kind, config, layout, **arguments))
+        await workers.make(WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments))
         return workers
     ranks = prefork.take()
-    await ranks.make(MAKE, _make_arguments(kind, config, layout, **arguments), layout.processes)
+    await ranks.make(
+        WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments), layout.processes
+    )
     return ranks
 
 

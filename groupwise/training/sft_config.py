@@ -42,7 +42,7 @@ from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_sft
 _BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 
-DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")
+DRAWING_SECTIONS = ("sampler", "rollout", "rewards", "data", "task")
 """Sections of an RL config that decide how completions are drawn and scored; in `eval`, the `success…` keys do, too."""
 
 
@@ -309,7 +309,7 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
         # of the RL run would require another warm-up.
         success = {k: v for k, v in rl_values.get("eval", {}).items() if k.startswith("success")}
         sampling_sections = {
-            name: rl_values[name] for name in ("model", *DRAWN_BY) if name in rl_values
+            name: rl_values[name] for name in ("model", *DRAWING_SECTIONS) if name in rl_values
         }
         cast("dict[str, Any]", completions)["rl"] = {
             **sampling_sections,

@@ -13,7 +13,7 @@ from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route
 from groupwise.dashboard.runs.curves import names_of
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.store import Store
-from groupwise.training.review.compare import PLACES
+from groupwise.training.review.compare import IGNORED_KEYS
 
 MOST = 12
 USUAL = (
@@ -90,7 +90,7 @@ def compare(visit: Visit) -> Page:
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that are not the same in all runs: dotted key -> the value in each run, in their order."""
     flat = {name: flatten(config) for name, config in configs.items()}
-    keys = sorted({key for each in flat.values() for key in each} - PLACES)
+    keys = sorted({key for each in flat.values() for key in each} - IGNORED_KEYS)
     rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 

@@ -30,7 +30,7 @@ from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.training.evaluation.measures import Row, by_prompt
 from groupwise.training.review.compare import (
-    NO_MERIT,
+    UNDIRECTED_METRICS,
     Comparison,
     Side,
     compare_sides,
@@ -131,7 +131,7 @@ def _columns(names: Iterable[str]) -> list[str]:
     counts = Counter(names)
 
     def place(name: str) -> tuple[int, int, str]:
-        rank = FIRST.index(name) if name in FIRST else len(FIRST) + (name in NO_MERIT)
+        rank = FIRST.index(name) if name in FIRST else len(FIRST) + (name in UNDIRECTED_METRICS)
         return rank, -counts[name], name
 
     return sorted(counts, key=place)

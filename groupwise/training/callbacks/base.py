@@ -48,7 +48,7 @@ EVENTS = {
 }
 """The events in the order of a step: name of the callback's method -> names of its arguments."""
 
-SLOW = 60.0
+SLOW_CALLBACK_SECONDS = 60.0
 """Seconds after which a warning names the callback that the run is waiting for."""
 
 
@@ -457,19 +457,19 @@ class Callbacks:
     async def _wait_for(
         self, work: Coroutine[Any, Any, BaseException | None], member: _Member, event: str
     ) -> BaseException | None:
-        """Wait for a callback without a time limit; a warning is logged after `SLOW` seconds.
+        """Wait for a callback without a time limit; a warning is logged after `SLOW_CALLBACK_SECONDS` seconds.
 
         The callback runs in its own task, so code that cancels itself does not cancel the run.
         """
         task = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait((task,), timeout=SLOW)
+            done, _ = await asyncio.wait((task,), timeout=SLOW_CALLBACK_SECONDS)
             if not done:
                 logger.warning(
                     "the run has been waiting for the callback %s in %s for %g seconds; Ctrl-C twice ends it",
                     member.name,
                     event,
-                    SLOW,
+                    SLOW_CALLBACK_SECONDS,
                 )
                 await asyncio.wait((task,))
         finally:

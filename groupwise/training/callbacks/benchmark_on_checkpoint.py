@@ -55,7 +55,7 @@ OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
 """The options of `groupwise eval` whose names differ from this callback's parameters: parameter -> option."""
 POLL_INTERVAL = 0.1
 """Seconds between two polls while a finished run waits for its processes."""
-REMINDER = 60.0
+REMINDER_INTERVAL = 60.0
 """Seconds between two log lines about the evaluations that a finished run waits for."""
 NICENESS = 10
 """Nice value of the processes, so that training has priority."""
@@ -228,7 +228,7 @@ class BenchmarkOnCheckpoint(Callback):
     def _wait_for_evaluations(self, run: RunHandle) -> None:
         last_notice: float | None = None
         while (self._waiting or self._processes) and not run.interrupted:
-            if last_notice is None or time.monotonic() - last_notice >= REMINDER:
+            if last_notice is None or time.monotonic() - last_notice >= REMINDER_INTERVAL:
                 still = "" if last_notice is None else "still "
                 run.say(
                     f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"

@@ -25,7 +25,7 @@ COMPLETIONS = f"{TABLE}.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 KNOWN_AFTER = "known_after"
 """Key with the number of steps of the row that a finding was sent with; the finding's own `step` is that of its policy."""
-OURS = ("step", "wall_time")
+RESERVED_COLUMNS = ("step", "wall_time")
 """Keys of every row; a task's metric of the same name is stored as `task/<name>`."""
 
 
@@ -59,7 +59,7 @@ class JsonlSink:
         if row.table:
             rows = [{**rollout_row, "step": row.steps} for rollout_row in row.table]
             atomic_files.append(self._folder / COMPLETIONS, _encode_rows(rows))
-        values = {f"task/{k}" if k in OURS else k: v for k, v in row.values.items()}
+        values = {f"task/{k}" if k in RESERVED_COLUMNS else k: v for k, v in row.values.items()}
         metrics = {"step": row.steps, "wall_time": row.finished_at, **values}
         atomic_files.append(self._folder / METRICS, _encode_rows([metrics]))
 

@@ -49,9 +49,9 @@ QUIET = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-AT_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """Retries and timeout in seconds for the check of the config: the user waits for it, so at most half a minute."""
-PATIENTLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+WITH_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """Retries and timeout in seconds during the run: about a minute, enough for a server to restart.
 
 The client's own defaults are 7 retries (four minutes) and 120 s for each response.
@@ -85,7 +85,7 @@ class MlflowSink:
         """Raise ValueError if the server does not respond, or if packages for a database file are missing."""
         uri = "the place that it was told"
         try:
-            with _client_settings(AT_ONCE):
+            with _client_settings(NO_RETRIES):
                 uri = str(import_module("mlflow").get_tracking_uri())
                 if urlsplit(uri).scheme in ("", "file", "sqlite"):
                     _check_files(uri)
@@ -101,7 +101,7 @@ class MlflowSink:
 
     def begin(self, run: ReportedRun) -> int:
         """Find the MLflow run by its tag or by MLFLOW_RUN_ID, or create it; add the config's new params."""
-        with _client_settings(PATIENTLY):
+        with _client_settings(WITH_RETRIES):
             self._client = _client()
             self._tag = f"groupwise.{run.id}"
             mlflow_run = self._find_run(run)
@@ -127,7 +127,7 @@ class MlflowSink:
 
     def write_row(self, row: MetricsRow) -> None:
         """Send the metrics and the table, then set the tag to this row."""
-        with _client_settings(PATIENTLY):
+        with _client_settings(WITH_RETRIES):
             point = import_module("mlflow.entities").Metric
             timestamp_ms = round(1000 * row.finished_at)
             metrics = [(_metric_name(name), value) for name, value in row.values.items()]
@@ -152,7 +152,7 @@ class MlflowSink:
     def end(self, state: State) -> None:
         """Set the final state of the MLflow run."""
         if self._ours:
-            with _client_settings(PATIENTLY):
+            with _client_settings(WITH_RETRIES):
                 self._client.set_terminated(self._run_id, STATUS[state])
 
     def _missing_metrics(self, finding: Finding) -> Iterator[tuple[str, float]]:

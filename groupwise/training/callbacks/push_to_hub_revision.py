@@ -32,7 +32,7 @@ MAX_WAITING = 10
 """Default of `max_waiting`: the largest number of checkpoints that are kept on disk while the hub cannot be reached."""
 CHECK_INTERVAL = 0.2
 """Seconds between two checks for Ctrl-C while a run waits for its uploads."""
-AWAY = "away"
+HUB_UNREACHABLE = "away"
 """Prefix of warning causes that are failures of the hub. A successful upload clears them, so a later failure is warned of again."""
 
 
@@ -186,14 +186,16 @@ class PushToHubRevision(Callback):
             try:
                 upload = entry.push()
                 logger.info("uploaded %s, commit %s", upload.url, upload.commit)
-                self._warned = {cause for cause in self._warned if not cause.startswith(AWAY)}
+                self._warned = {
+                    cause for cause in self._warned if not cause.startswith(HUB_UNREACHABLE)
+                }
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))
             except EndpointError as error:
                 # The messages of equal failures may differ by a request id, so the cause is keyed by type and HTTP status.
                 answer = getattr(error.__cause__, "response", None)
                 self._warn_once(
-                    f"{AWAY} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
+                    f"{HUB_UNREACHABLE} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
                     f"{error} The run goes on; it is tried again at each checkpoint",
                 )
                 return

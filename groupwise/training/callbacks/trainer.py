@@ -22,10 +22,10 @@ from groupwise.core.settings.view import View
 from groupwise.runs.records import EvaluationRecord
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
-BASE = "TrainerCallback"
+TRAINER_CALLBACK = "TrainerCallback"
 STATEFUL = "ExportableState"
 
-HAPPEN = frozenset(
+SUPPORTED_EVENTS = frozenset(
     {
         "on_init_end",
         "on_train_begin",
@@ -37,9 +37,9 @@ HAPPEN = frozenset(
         "on_train_end",
     }
 )
-NOT_HERE = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+MISSING_ARGUMENTS = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """Arguments that a Trainer passes and that are None here."""
-OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+BEST_FIELDS = ("best_metric", "best_global_step", "best_model_checkpoint")
 """Attributes of `state` that describe the best evaluation so far."""
 
 
@@ -49,7 +49,7 @@ def is_trainer_callback(kind: type) -> bool:
 
 
 def _trainer_callback_base(kind: type) -> type | None:
-    return next((base for base in kind.__mro__ if base.__name__ == BASE), None)
+    return next((base for base in kind.__mro__ if base.__name__ == TRAINER_CALLBACK), None)
 
 
 class TrainerArgs:
@@ -128,7 +128,9 @@ class TrainerCallbackAdapter(Callback):
         """Methods of the callback whose events never happen here."""
         kind = cast("type[Any]", type(self.wrapped))
         base = _trainer_callback_base(kind)
-        events = [name for name in dir(base) if name.startswith("on_") and name not in HAPPEN]
+        events = [
+            name for name in dir(base) if name.startswith("on_") and name not in SUPPORTED_EVENTS
+        ]
         return [name for name in events if getattr(kind, name) is not getattr(base, name)]
 
     def on_run_begin(self, run: RunHandle) -> None:
@@ -166,7 +168,7 @@ class TrainerCallbackAdapter(Callback):
         if (
             self._questions and evaluation.asked != self._questions
         ):  # evaluated on other prompts, so the previous best is not comparable
-            for name in OF_THE_BEST:
+            for name in BEST_FIELDS:
                 setattr(self._state, name, None)
         self._questions = evaluation.asked
         self._log(run, metrics)
@@ -186,7 +188,7 @@ class TrainerCallbackAdapter(Callback):
 
     def state(self) -> dict[str, Any]:
         """The best evaluation so far and, of a stateful callback, the attributes that it exports."""
-        best = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
+        best = {name: getattr(self._state, name) for name in BEST_FIELDS} if self._state else None
         saved = {"best": best or self._best, "asked": self._questions}
         if not any(base.__name__ == STATEFUL for base in type(self.wrapped).__mro__):
             return saved
@@ -200,7 +202,7 @@ class TrainerCallbackAdapter(Callback):
 
     def _forward_event(self, run: RunHandle, event: str, **arguments: Any) -> None:
         """Call a method with the arguments of a Trainer, and pass on the requests in its `control`."""
-        absent = dict.fromkeys(NOT_HERE)
+        absent = dict.fromkeys(MISSING_ARGUMENTS)
         tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
         method = getattr(self.wrapped, event)
         new_control = method(

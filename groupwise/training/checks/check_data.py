@@ -19,7 +19,7 @@ from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.tools import Schema
 
-MEASURED = 2000
+MAX_MEASURED_PROMPTS = 2000
 """Largest number of prompts of a dataset whose length is measured, evenly spread over it."""
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def prompt_lengths(
     examples: Sequence[Example], tokenizer: Any, tools: Sequence[Schema] = ()
 ) -> tuple[list[int], str]:
     """Lengths of prompts spread over the dataset, and their unit (tokens or characters)."""
-    sample = spread(examples, MEASURED)
+    sample = spread(examples, MAX_MEASURED_PROMPTS)
     if tokenizer is None:
         return [len(prompt_as_text(example.prompt)) for example in sample], "characters"
     return [

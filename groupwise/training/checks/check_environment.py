@@ -34,7 +34,7 @@ ROWS = 8
 """Number of rows whose games are played, spread over the data."""
 BUDGET = 20.0
 """Seconds after which no further row is started."""
-NUMBERS = 10
+MAX_NUMBER = 10
 """Numbers are guessed from 0 to this one."""
 
 
@@ -139,7 +139,7 @@ def _random_word(state: PlayerView) -> str:
 
 
 def _random_number(state: PlayerView) -> str:
-    return str(state.random.randint(0, NUMBERS))
+    return str(state.random.randint(0, MAX_NUMBER))
 
 
 def _columns_in_turn(state: PlayerView) -> str:

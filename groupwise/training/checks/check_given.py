@@ -34,11 +34,11 @@ from groupwise.training.checks.check_rewards import (
 )
 from groupwise.training.evaluation.measures import Success, distinct_share
 
-MOST_ROLLOUTS = 512
+MAX_ROLLOUTS = 512
 """Approximate number of rollouts of a run that are scored again, from its newest steps."""
-FEW = 8
+MIN_JUDGED = 8
 """With fewer completions than this, it means little that none of them is right."""
-NEAR = 1e-6
+TOLERANCE = 1e-6
 """Rewards that differ by less count as equal to the recorded ones."""
 
 
@@ -91,7 +91,7 @@ def load_completions(
                 )
                 for group in store.groups(record.step)
             ]
-            if sum(len(group.texts) for group in groups) >= MOST_ROLLOUTS:
+            if sum(len(group.texts) for group in groups) >= MAX_ROLLOUTS:
                 break
     if not groups:
         raise UsageError(
@@ -206,7 +206,7 @@ def _judge_solved(
         success.is_reached(member.reward, {part.name: part.value for part in member.parts})
         for member in members
     ]
-    if any(successes) or len(successes) < FEW:
+    if any(successes) or len(successes) < MIN_JUDGED:
         return []
     return [
         Finding(
@@ -233,7 +233,9 @@ def _compare_with_recorded(
     if not pairs:
         return []
     differences = [
-        (v, recorded) for v, recorded in pairs if abs((v.member.reward or 0.0) - recorded) > NEAR
+        (v, recorded)
+        for v, recorded in pairs
+        if abs((v.member.reward or 0.0) - recorded) > TOLERANCE
     ]
     data = {"compared": len(pairs), "changed": len(differences)}
     if not differences:

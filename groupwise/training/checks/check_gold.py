@@ -38,7 +38,7 @@ Kind = Literal["gold", "another's gold", "empty", "garbage", "prompt echoed", "v
 GARBAGE = "Qzxv wkjp blorf, snerd quux."
 LONG_CHARACTERS = 20_000
 """Length in characters, more than any limit on tokens allows in practice."""
-OTHERS = 2
+MAX_WRONG_GOLDS = 2
 """Number of other rows whose gold answers are tried on each row."""
 
 
@@ -178,7 +178,7 @@ def _wrong_golds(
         for text in gold.texts(example)[:1]:
             if _normalise_case(text) not in gold_keys:
                 wrong_texts.setdefault(_normalise_case(text), text)
-        if len(wrong_texts) == OTHERS:
+        if len(wrong_texts) == MAX_WRONG_GOLDS:
             break
     return tuple(wrong_texts.values())
 

@@ -32,11 +32,11 @@ LAYOUT_ROWS = 4
 """Number of rows on which each way of writing a gold answer is tried."""
 ALONE_ROWS = 2
 """Number of rows whose completions are also scored one by one."""
-SAME = 1e-9
+TOLERANCE = 1e-9
 """Rewards that differ by less count as equal."""
-CHEAP = 0.25
+MAX_CHEAP_SHARE = 0.25
 """A completion without an answer causes a warning above this fraction of the range from the lowest reward to gold's."""
-SLOW = 0.5
+SLOW_SHARE = 0.5
 """Fraction of the time limit above which a call is reported as slow."""
 MAX_TIMEOUTS_IN_A_ROW = 3
 """Number of time-outs in a row after which rewards are no longer called: each costs the full time limit and shows nothing new."""
@@ -274,8 +274,10 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
         )
     if not pairs:
         return Finding(name, "skipped", "no gold completion was scored")
-    beaten_pairs = [(r, w) for r, w in pairs if _verdict_reward(w) > _verdict_reward(r) + SAME]
-    tied_pairs = [(r, w) for r, w in pairs if abs(_verdict_reward(w) - _verdict_reward(r)) <= SAME]
+    beaten_pairs = [(r, w) for r, w in pairs if _verdict_reward(w) > _verdict_reward(r) + TOLERANCE]
+    tied_pairs = [
+        (r, w) for r, w in pairs if abs(_verdict_reward(w) - _verdict_reward(r)) <= TOLERANCE
+    ]
     mean = fmean(_verdict_reward(right) for right, _ in pairs)
     data = {
         "rows": len(pairs),
@@ -327,7 +329,7 @@ def judge_forms(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Fi
         unequal_pairs += [
             (gold_verdicts[0], v)
             for v in gold_verdicts[1:]
-            if _verdict_reward(v) < _verdict_reward(gold_verdicts[0]) - SAME
+            if _verdict_reward(v) < _verdict_reward(gold_verdicts[0]) - TOLERANCE
         ]
     if unequal_pairs:
         first_form, other_form = unequal_pairs[0]
@@ -360,7 +362,7 @@ def judge_cheap(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Fi
         if not shares:
             continue
         mean = fmean(shares)
-        level: Level = "warning" if mean > CHEAP else "ok"
+        level: Level = "warning" if mean > MAX_CHEAP_SHARE else "ok"
         yield Finding(
             kind,
             level,
@@ -465,7 +467,7 @@ def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
         f"{seconds(median_seconds)} for a call in the middle, {seconds(max_seconds)} for the longest, of up to "
         f"{trial.largest_call} completions (a group has {group}); the limit is {limit:g} s for each function"
     )
-    if max(max_seconds, first_seconds) > SLOW * limit:
+    if max(max_seconds, first_seconds) > SLOW_SHARE * limit:
         return Finding(
             "latency",
             "warning",
@@ -519,8 +521,8 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def is_constant(values: Sequence[float]) -> bool:
-    """True if all values are equal, up to `SAME`."""
-    return max(values) - min(values) <= SAME
+    """True if all values are equal, up to `TOLERANCE`."""
+    return max(values) - min(values) <= TOLERANCE
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
@@ -554,7 +556,7 @@ def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
         return None
     floor = min(_verdict_reward(v) for v in wrong)
     span = _verdict_reward(right) - floor
-    return (rewards_of_kind[0] - floor) / span if span > SAME else None
+    return (rewards_of_kind[0] - floor) / span if span > TOLERANCE else None
 
 
 def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> list[str]:

@@ -41,9 +41,9 @@ EXACT_GAP = 1e-3
 """Largest accepted mean difference of log-probabilities (nats) for float32, in which rounding explains less than 0.0001."""
 COARSE_RATE = {"adapter": 3e-3, "full": 1e-4}
 """Learning rate of the one update, by kind of publication: large enough to change every output, too small to destroy the model."""
-LEAST_SLOPE = 0.9
+MIN_SLOPE = 0.9
 """Fraction of a small change that must reach a layer's output."""
-SURELY = 4.0
+CONFIDENCE_SIGMAS = 4.0
 """Number of standard deviations; a smaller shortfall from that fraction counts as rounding noise."""
 
 
@@ -356,13 +356,13 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
     `slopes`: layer, fraction of the change that reaches its output, and the standard deviation of that fraction by chance.
     """
     values = [value for _, value, _ in slopes]
-    layer, lowest, error = min(slopes, key=lambda slope: slope[1] + SURELY * slope[2])
+    layer, lowest, error = min(slopes, key=lambda slope: slope[1] + CONFIDENCE_SIGMAS * slope[2])
     data = {"learning_rate": learning_rate, "slopes": {layer: value for layer, value, _ in slopes}}
     measured = (
         f"of a step at the learning rate {learning_rate:g}, {fmean(values):.0%} reaches the layers' outputs "
         f"(least: {lowest:.0%} ± {error:.0%}, {layer})"
     )
-    if lowest + SURELY * error < LEAST_SLOPE:
+    if lowest + CONFIDENCE_SIGMAS * error < MIN_SLOPE:
         return Finding(
             "adapter slope",
             "warning",

@@ -24,8 +24,8 @@ from groupwise.training.checks.foreign_names import (
     ALIASES,
     DEFAULTS,
     NO_EQUAL,
-    SAME,
-    WITHIN,
+    SAME_MEANING,
+    SECTION_ALIASES,
     WITHOUT_EFFECT,
 )
 from groupwise.training.checks.foreign_python import Unread, of_notebook, of_python
@@ -46,9 +46,9 @@ SECTIONS = frozenset(
     }
 )
 """Keys that may also be sections (in our configs or theirs), whose keys are read one by one."""
-MOST_KEYS = 12
+MAX_SHOWN_KEYS = 12
 """Largest number of another framework's keys that an error explains."""
-OF_GRPO = frozenset(
+GRPO_KEYS = frozenset(
     "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
 )  # fmt: skip
 """Every GRPO config has at least one of these keys."""
@@ -65,7 +65,7 @@ class Framework:
     """A regular expression for scripts; the default matches nothing."""
 
 
-OTHERS = (
+OTHER_FRAMEWORKS = (
     Framework("verl", ("actor_rollout_ref", "algorithm/adv_estimator"), r"\bverl\.trainer|^(from|import) verl\b"),
     Framework("SkyRL", ("trainer/algorithm", "trainer&generator", "environment/env_class"), r"\bskyrl(_train|_gym)?\b"),
     Framework("OpenRLHF", ("n_samples_per_prompt", "micro_rollout_batch_size", "actor_num_nodes"), r"\bopenrlhf\b"),
@@ -102,7 +102,7 @@ def read_foreign(file: Path) -> dict[str, Any]:
     tree = cast("Mapping[str, Any]", tree)
     _refuse_other_frameworks(file, text, tree)
     settings = _flatten(tree)
-    if not settings.keys() & OF_GRPO:
+    if not settings.keys() & GRPO_KEYS:
         raise UsageError(
             f"--from: {file} has no key of a GRPO config (num_generations, max_completion_length, reward_funcs …). It has: "
             f"{', '.join(list(settings)[:12]) or 'none'}."
@@ -205,7 +205,7 @@ def _parse_scalar(word: str) -> Any:
 
 def _refuse_other_frameworks(file: Path, text: str, tree: Mapping[str, Any]) -> None:
     paths = dict(_key_paths(tree))
-    for framework in OTHERS:
+    for framework in OTHER_FRAMEWORKS:
         keys = [key.replace("/", ".") for key in framework.keys]
         marks = [key for key in keys if all(part in paths for part in key.split("&"))]
         match = None if "GRPOTrainer" in text else re.search(framework.words, text, re.MULTILINE)
@@ -223,7 +223,7 @@ def _refuse_other_frameworks(file: Path, text: str, tree: Mapping[str, Any]) -> 
             raise UsageError(
                 f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "
                 "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
-                + "".join(hints[:MOST_KEYS])
+                + "".join(hints[:MAX_SHOWN_KEYS])
             )
 
 
@@ -245,12 +245,12 @@ def _flatten(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     settings: dict[str, Any] = {}
     alias_values: dict[str, Any] = {}
     for name, value in tree.items():
-        is_key = name in {*MAPPINGS, *SAME, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
+        is_key = name in {*MAPPINGS, *SAME_MEANING, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
         if isinstance(value, Mapping) and (name in SECTIONS or not is_key):
             inner = _flatten(cast("Mapping[str, Any]", value), name)
             for key, inner_value in inner.items():
                 _add_setting(settings, key, f"{name}.{key}", inner_value)
-        elif (canonical_name := WITHIN.get(section, {}).get(name, name)) in ALIASES:
+        elif (canonical_name := SECTION_ALIASES.get(section, {}).get(name, name)) in ALIASES:
             alias_values[canonical_name] = value
         else:
             _add_setting(settings, canonical_name, f"{section}.{name}", value)

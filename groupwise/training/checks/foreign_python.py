@@ -63,20 +63,22 @@ CALLS: dict[str, tuple[str, ...]] = {
     "SamplingParams": (),
 }
 """Calls whose arguments are read, with the names of their first positional ones."""
-LOADED = "load_dataset"
+DATASET_LOADER = "load_dataset"
 DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 """The first positional arguments of `load_dataset`."""
 FILE_FORMATS = ("json", "csv", "parquet", "text")
 """The names of `load_dataset` for the formats of `data_files`."""
-OTHER_SET = "`{}` is no split of the set that is trained on"
-HELD_OUT = "data.dataset_test_split and data.test_split_size say what is held out"
-BY_COLUMNS = (
+OTHER_DATASET_REASON = "`{}` is no split of the set that is trained on"
+HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
+COLUMNS_REMEDY = (
     "data.prompt_column, data.answer_column and data.columns name columns; rows that are made otherwise a task file brings "
     "(get_rl_dataset)"
 )
-BY_A_TASK = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
+TASK_REMEDY = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
-OTHERS_OWN = re.compile(r"Tokenizer|Processor|Dataset|Generation|AutoConfig|Peft|Classification")
+NON_MODEL_CLASSES = re.compile(
+    r"Tokenizer|Processor|Dataset|Generation|AutoConfig|Peft|Classification"
+)
 """Classes whose `from_pretrained` does not load the trained model."""
 
 LARGEST_EXPONENT, LARGEST_BASE, LONGEST = 64, 10**9, 10_000
@@ -88,7 +90,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-MOST_ODD_LINES = 9
+MAX_SKIPPED_LINES = 9
 """Number of lines with invalid syntax for this Python version above which the file does not count as Python."""
 
 
@@ -105,7 +107,7 @@ def of_python(text: str) -> dict[str, Any]:
             first_error = first_error or error
             line_number = min(error.lineno or len(lines), len(lines))
             line = lines[line_number - 1]
-            if not line.strip() or len(skipped_lines) == MOST_ODD_LINES:
+            if not line.strip() or len(skipped_lines) == MAX_SKIPPED_LINES:
                 raise first_error from None
             skipped_lines.setdefault(
                 f"line {line_number}", Unread(line.strip(), 0, "`{}` is no Python of this version")
@@ -326,10 +328,12 @@ class _Reader:
                 return self._read_dict(keys, values)
             case ast.Subscript(owner, key_node):
                 container, key = self.value(owner), self.value(key_node)
-                if isinstance(container, ParsedCall) and container.kind == LOADED:
+                if isinstance(container, ParsedCall) and container.kind == DATASET_LOADER:
                     was_split = "train_test_split" in container.arguments.get("changes", ())
                     split = container.arguments.get("split") if was_split else key
-                    return ParsedCall(LOADED, node.lineno, {**container.arguments, "split": split})
+                    return ParsedCall(
+                        DATASET_LOADER, node.lineno, {**container.arguments, "split": split}
+                    )
                 has_key = (
                     isinstance(container, dict) and isinstance(key, str | int) and key in container
                 )
@@ -391,12 +395,12 @@ class _Reader:
                         cast("list[Any]", additions) if is_certain else [_unread_node(node)]
                     )
                 return None
-            if isinstance(owner, ParsedCall) and owner.kind == LOADED:
+            if isinstance(owner, ParsedCall) and owner.kind == DATASET_LOADER:
                 return self._changed_dataset(owner, function_name, node)
-        if function_name == LOADED:
+        if function_name == DATASET_LOADER:
             return self._loaded_dataset(node)
         kind = next((suffix for suffix in CALLS if function_name.endswith(suffix)), None)
-        if kind == "from_pretrained" and OTHERS_OWN.search(ast.unparse(node.func)):
+        if kind == "from_pretrained" and NON_MODEL_CLASSES.search(ast.unparse(node.func)):
             return _unread_node(node)
         if kind is not None:
             call = ParsedCall(kind, node.lineno, self._arguments(node, CALLS[kind]))
@@ -411,11 +415,12 @@ class _Reader:
             arguments |= {"path": arguments.pop("data_files"), "name": None}
         splits = arguments.get("split")
         if not isinstance(splits, list):
-            self.calls.append(dataset := ParsedCall(LOADED, node.lineno, arguments))
+            self.calls.append(dataset := ParsedCall(DATASET_LOADER, node.lineno, arguments))
             return dataset
         split_names = cast("list[Any]", splits)
         datasets = [
-            ParsedCall(LOADED, node.lineno, arguments | {"split": split}) for split in split_names
+            ParsedCall(DATASET_LOADER, node.lineno, arguments | {"split": split})
+            for split in split_names
         ]
         self.calls += datasets[:1]
         return datasets
@@ -428,7 +433,7 @@ class _Reader:
             arguments["test_split_size"] = size
         if function_name != "shuffle":
             arguments["changes"] = [*arguments.get("changes", ()), function_name]
-        return ParsedCall(LOADED, node.lineno, arguments)
+        return ParsedCall(DATASET_LOADER, node.lineno, arguments)
 
     def _call_of_python(self, node: ast.Call, function_name: str) -> Any:
         """Evaluate the Python built-ins that create or change settings."""
@@ -544,17 +549,19 @@ class _Reader:
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:
         """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""
-        if not isinstance(value, ParsedCall) or value.kind != LOADED:
+        if not isinstance(value, ParsedCall) or value.kind != DATASET_LOADER:
             line = value.line if isinstance(value, Unread) else 0
-            settings["train_dataset"] = Unread(_as_source(value), line, remedy=BY_A_TASK)
-            loads = [call for call in self.calls if call.kind == LOADED]
+            settings["train_dataset"] = Unread(_as_source(value), line, remedy=TASK_REMEDY)
+            loads = [call for call in self.calls if call.kind == DATASET_LOADER]
             if len({str(call.arguments.get("path")) for call in loads}) != 1:
                 return
             # A function makes the rows; assume that it uses the only dataset that the file loads.
-            value = ParsedCall(LOADED, line, {**loads[0].arguments, "changes": [_as_source(value)]})
+            value = ParsedCall(
+                DATASET_LOADER, line, {**loads[0].arguments, "changes": [_as_source(value)]}
+            )
         path = value.arguments.get("path")
         if not isinstance(path, str):
-            settings["train_dataset"] = Unread(_as_source(path), value.line, remedy=BY_A_TASK)
+            settings["train_dataset"] = Unread(_as_source(path), value.line, remedy=TASK_REMEDY)
             return
         settings["dataset_name"] = path
         for key, argument_name in (
@@ -568,18 +575,20 @@ class _Reader:
         if changes := value.arguments.get("changes"):
             why = f"`{{}}` changes the rows of {path} there, and here they are taken as they are"
             source = ", ".join(dict.fromkeys(changes))
-            settings["train_dataset"] = Unread(source, value.line, why, BY_COLUMNS)
+            settings["train_dataset"] = Unread(source, value.line, why, COLUMNS_REMEDY)
 
     def _take_held_out(self, settings: dict[str, Any], value: Any) -> None:
         """Take the evaluation rows if they are a split of the training dataset."""
-        if not isinstance(value, ParsedCall) or value.kind != LOADED:
+        if not isinstance(value, ParsedCall) or value.kind != DATASET_LOADER:
             line = value.line if isinstance(value, Unread) else 0
-            settings["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT)
+            settings["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT_REMEDY)
             return
         path, split = value.arguments.get("path"), value.arguments.get("split")
         if path != settings.get("dataset_name") or not isinstance(split, str):
             source = _as_source([path, split])
-            settings["eval_dataset"] = Unread(source, value.line, OTHER_SET, HELD_OUT)
+            settings["eval_dataset"] = Unread(
+                source, value.line, OTHER_DATASET_REASON, HELD_OUT_REMEDY
+            )
         elif "test_split_size" not in settings:
             settings.setdefault("dataset_test_split", split)
 

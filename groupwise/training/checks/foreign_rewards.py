@@ -22,9 +22,9 @@ LIBRARY_REWARDS = frozenset(
     """.split()
 )
 """Names of open-r1's and TRL's own rewards. Any other name is the user's own, even if it resembles one of ours."""
-OF_CODE = ("code", "binary_code")
+CODE_REWARDS = ("code", "binary_code")
 """Rewards of open-r1 that read the column `verification_info`."""
-OF_OPEN_R1 = frozenset(
+OPEN_R1_KEYS = frozenset(
     """
     dataset_prompt_column dataset_mixture system_prompt benchmarks push_to_hub_revision overwrite_hub_revision hub_model_revision
     wandb_run_group wandb_entity cosine_max_len repetition_n_grams code_provider code_language soft_punish_cache
@@ -56,7 +56,7 @@ SAME_DEFAULT = {
 
 def is_open_r1(settings: Mapping[str, Any]) -> bool:
     """True for a recipe of open-r1, which turns every prompt into a chat."""
-    return bool(OF_OPEN_R1 & settings.keys())
+    return bool(OPEN_R1_KEYS & settings.keys())
 
 
 def reward_entry(

@@ -62,7 +62,7 @@ from groupwise.training.loops.sft_prepare import (
 from groupwise.training.sft_config import LoadedSftConfig, load_sft_config
 
 CODE = "init_failed"
-MEASURED = 500
+MAX_MEASURED_ROWS = 500
 """Number of supervised rows, evenly spread, whose length is measured to choose the completion length of an RL config."""
 MIB = 2**20
 
@@ -268,7 +268,7 @@ def known_answers(
         return None
     texts = [
         form
-        for example in spread(examples, MEASURED)
+        for example in spread(examples, MAX_MEASURED_ROWS)
         for form in accepted_forms(example.columns.get(column))
     ]
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
@@ -285,9 +285,11 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
     config = load_sft_config(values).config
     hook = "get_sft_dataset"
     try:
-        rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MEASURED)
+        rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MAX_MEASURED_ROWS)
         settings = teacher_settings(config, task, tokenizer)
-        lessons = read_lessons(tokenizer, spread(rows, MEASURED), settings, where=hook).lessons
+        lessons = read_lessons(
+            tokenizer, spread(rows, MAX_MEASURED_ROWS), settings, where=hook
+        ).lessons
     except TaskError:  # `groupwise sft` would refuse them; rewards do not need them
         return None
     lengths = [sum(row.mask) for lesson in lessons for row in lesson.rows]

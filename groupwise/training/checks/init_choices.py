@@ -33,8 +33,8 @@ SMALL = 1_000_000_000
 """Up to this number of parameters, an adapter gets the larger learning rate."""
 UNKNOWN_COMPLETION, UNKNOWN_TURN = 256, 128
 """Tokens of a completion and of one of several turns, if the task does not show how long they are."""
-LEAST_COMPLETION = 16
-ROUND = 16
+MIN_COMPLETION = 16
+ROUNDING = 16
 """Lengths in tokens are rounded up to a multiple of this."""
 BUDGETS: dict[str, tuple[int, ...]] = {
     "cpu": (4096, 2048, 1024, 512),
@@ -47,10 +47,10 @@ activations.
 """
 MAX_STEP_SECONDS = 120.0
 """Seconds of a step above which it gets fewer completions: users should see within minutes whether training works."""
-LEAST_PROMPTS, LEAST_GENERATIONS = 2, 4
+MIN_PROMPTS, MIN_GENERATIONS = 2, 4
 FEW_ROWS = 1000
 """Number of supervised rows below which they are trained on several times."""
-CACHES = 5
+CACHES_PER_COMPLETION = 5
 """Completion limit divided by the length of the penalised stretch before it (`algorithm.soft_punish_cache`)."""
 EXCLUDED_BY: dict[KeyPath, KeyPath] = {
     ("algorithm", "type"): ("algorithm", "preset"),
@@ -191,7 +191,7 @@ def _with_value(section: Any, keys: KeyPath, value: Any) -> Any:
     return {**inner, keys[0]: _with_value(inner.get(keys[0]), keys[1:], value)}
 
 
-def rounded_up(tokens: float, multiple: int = ROUND) -> int:
+def rounded_up(tokens: float, multiple: int = ROUNDING) -> int:
     """The next multiple of `multiple`."""
     return -(-int(-(-tokens // 1)) // multiple) * multiple
 
@@ -249,8 +249,11 @@ def _min_completion(draft: Draft) -> tuple[int, str]:
     """Smallest number of tokens per completion that the given keys require, and which key requires it."""
     min_length = _int_or_zero(draft.given_value(("sampler", "min_completion_length")))
     cache = _int_or_zero(draft.given_value(("algorithm", "soft_punish_cache")))
-    if CACHES * cache > min_length:
-        return CACHES * cache, f"{CACHES} times algorithm.soft_punish_cache, as is usual"
+    if CACHES_PER_COMPLETION * cache > min_length:
+        return (
+            CACHES_PER_COMPLETION * cache,
+            f"{CACHES_PER_COMPLETION} times algorithm.soft_punish_cache, as is usual",
+        )
     return min_length, "sampler.min_completion_length asks for it"
 
 
@@ -354,7 +357,7 @@ def choose_lengths(
     kind, (min_length, why) = draft.config.rollout.type, _min_completion(draft)
     if completion < min_length:
         completion, reason = rounded_up(min_length), why
-    if kind == "single" and completion > room >= max(LEAST_COMPLETION, min_length):
+    if kind == "single" and completion > room >= max(MIN_COMPLETION, min_length):
         completion, reason = room, f"what the model's {limit} tokens leave beside the prompt"
     if kind != "two_stage":
         draft.choose(("sampler", "max_completion_length"), completion, reason)
@@ -454,10 +457,10 @@ def _choose_budget(draft: Draft, budget: int) -> None:
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
     """Choose fewer completions if a step would take over `MAX_STEP_SECONDS`; `step_seconds` is an upper bound for the current draft."""
-    min_prompts = max(LEAST_PROMPTS, draft.config.training.minibatches)
+    min_prompts = max(MIN_PROMPTS, draft.config.training.minibatches)
     for path, minimum, label in (
         (("training", "prompts_per_step"), min_prompts, "groups of a step"),
-        (("training", "num_generations"), LEAST_GENERATIONS, "completions of a group"),
+        (("training", "num_generations"), MIN_GENERATIONS, "completions of a group"),
     ):
         while step_seconds() > MAX_STEP_SECONDS and not draft.is_given(path):
             size = draft.chosen[path].value

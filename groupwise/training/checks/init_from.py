@@ -34,19 +34,19 @@ from groupwise.training.checks.foreign_names import (
     NO_EQUAL,
     NUMBERS,
     REMARKS,
-    SAME,
+    SAME_MEANING,
     SCALES,
     SCHEDULES,
     TRL_BATCH,
     TRL_GENERATIONS,
     TRL_LEARNING_RATE,
     TRL_LENGTH,
-    WHOLE,
+    WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
 from groupwise.training.checks.foreign_python import Unread
 from groupwise.training.checks.foreign_rewards import (
-    OF_CODE,
+    CODE_REWARDS,
     OPEN_R1_REWARDS,
     PARAMETERS,
     is_open_r1,
@@ -182,7 +182,7 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
         _translate_run,
     ):
         step(translation)
-    for name, key in SAME.items():
+    for name, key in SAME_MEANING.items():
         if name in translation.settings and name not in translation.key_statuses:
             _take_unchanged(translation, name, key)
     for name in translation.settings:
@@ -225,7 +225,7 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
         name == "model_name_or_path" and translation.file.suffix == ".py"
     )
     if name in MAY_BE_NULL and (value is None or value == 0):
-        translation.choose(SAME[name], None, translation.origin(name))
+        translation.choose(SAME_MEANING[name], None, translation.origin(name))
         translation.key_statuses[name] = "taken"
     elif not (objection := _rejection_reason(name, parsed_value)):
         if _is_at_default(name, parsed_value):
@@ -319,9 +319,13 @@ def _rejection_reason(name: str, value: Any) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return f"is not taken over: {value!r:.40} is no number. Edit the written config"
-    if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
+    if (
+        name in WHOLE_NUMBERS
+        and value != int(value)
+        and not (name == "warmup_steps" and 0 < value < 1)
+    ):
         return f"is not taken over: {value} is a share of the run there; here it is a whole number"
-    if name in WHOLE and value == 0 and name not in MAY_BE_ZERO:
+    if name in WHOLE_NUMBERS and value == 0 and name not in MAY_BE_ZERO:
         return "is not taken over: it must be at least 1"
     return None
 
@@ -723,7 +727,11 @@ def _translate_rewards(translation: Translation) -> None:
             "reward_funcs",
             f"are functions of the notebook: write them into {module} beside the config",
         )
-    if translation.open_r1 and translation.names_data and {*OF_CODE} & {*map(str, reward_names)}:
+    if (
+        translation.open_r1
+        and translation.names_data
+        and {*CODE_REWARDS} & {*map(str, reward_names)}
+    ):
         translation.choose(
             "data.columns",
             {"test_cases": "verification_info.test_cases"},

@@ -35,8 +35,8 @@ KIND = "evaluation"
 LONGEST_NAME = 100
 """Largest number of characters of the task's name, and of the policy's, in the name of a file."""
 
-WANTED = {"policy": str, "metrics": dict, "rows": list}
-WANTED_IN_ROWS = (
+REQUIRED_KEYS = {"policy": str, "metrics": dict, "rows": list}
+REQUIRED_ROW_KEYS = (
     "example",
     "sample",
     "prompt",
@@ -107,7 +107,9 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} has format {format_version!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
         )
-    missing = [name for name, type_ in WANTED.items() if not isinstance(content.get(name), type_)]
+    missing = [
+        name for name, type_ in REQUIRED_KEYS.items() if not isinstance(content.get(name), type_)
+    ]
     if missing := missing or _missing_in_rows(content["rows"]):
         raise UsageError(
             f"{path} is no result of `groupwise eval`: it has no {' and no '.join(missing)}."
@@ -126,12 +128,12 @@ def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
         return ["rows"]
     missing = [
         f"`{name}` in each row"
-        for name in WANTED_IN_ROWS
+        for name in REQUIRED_ROW_KEYS
         if not all(isinstance(row, dict) and name in row for row in rows)
     ]
     return missing or [
         f"{type_name} as `{name}` in each row"
-        for name, (type_name, is_valid) in KINDS_IN_ROWS.items()
+        for name, (type_name, is_valid) in ROW_KEY_TYPES.items()
         if not all(is_valid(row[name]) for row in rows)
     ]
 
@@ -144,7 +146,7 @@ def _has_numbers(parts: Any) -> bool:
     return isinstance(parts, dict) and all(map(_is_number, cast("dict[str, Any]", parts).values()))
 
 
-KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+ROW_KEY_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "example": ("number or text", lambda value: isinstance(value, int | float | str | None)),
     "reward": ("number or null", _is_number),
     "parts": ("object of numbers", _has_numbers),

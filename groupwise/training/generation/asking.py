@@ -22,11 +22,11 @@ from groupwise.training.generation.config import GenerateConfig
 from groupwise.training.generation.journal import Answers, Journal, UsageTotals
 from groupwise.training.generation.prompts import Item
 
-FOR_ALL_ROWS = frozenset({401, 402, 403, 404})
+FATAL_STATUSES = frozenset({401, 402, 403, 404})
 """HTTP statuses that concern every row: the key, the account, the model."""
-OF_THE_ROW = frozenset({400, 413, 422})
+ROW_STATUSES = frozenset({400, 413, 422})
 """HTTP statuses that are caused by the row itself, once another row has been answered."""
-HOPE = 8
+MAX_FAILURES_IN_A_ROW = 8
 """Number of failures in a row after which the work ends; the number of concurrent requests if that is larger."""
 
 
@@ -97,10 +97,10 @@ class RowRequester:
                 self.tally.answered += 1
             except EndpointError as error:
                 self.tally.failures.append(Failure(item.index, str(error)))
-                if error.status not in OF_THE_ROW or self.tally.usage_totals.requests == 0:
+                if error.status not in ROW_STATUSES or self.tally.usage_totals.requests == 0:
                     self._failed_in_a_row += 1
-                limit = max(HOPE, self._config.concurrency)
-                if error.status in FOR_ALL_ROWS:
+                limit = max(MAX_FAILURES_IN_A_ROW, self._config.concurrency)
+                if error.status in FATAL_STATUSES:
                     raise error
                 if self._failed_in_a_row >= limit:
                     raise EndpointError(

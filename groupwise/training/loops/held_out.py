@@ -21,7 +21,7 @@ from groupwise.training.loops.run import TaskRun
 
 logger = logging.getLogger(__name__)
 
-ASKED = "held_out"
+HELD_OUT_KEY = "held_out"
 """The run's fact with the fingerprint of its evaluations: their prompts and sampling options."""
 PART, MEAN = "rewards/", "/mean"
 """Prefix and suffix around a reward part's name in the metric of its mean."""
@@ -80,7 +80,7 @@ def notice_changed_questions(run: TaskRun, questions: str) -> None:
     stored = _stored_questions(run)
     if stored == questions:
         return
-    run.folder.store.set_meta({ASKED: questions})
+    run.folder.store.set_meta({HELD_OUT_KEY: questions})
     if stored and run.folder.store.evaluations(rows=False):
         run.say(
             "the held-out prompts, or how they are answered, were changed: evaluations do not compare with earlier ones, and "
@@ -89,7 +89,7 @@ def notice_changed_questions(run: TaskRun, questions: str) -> None:
 
 
 def _stored_questions(run: TaskRun) -> str:
-    return run.folder.store.get_meta().get(ASKED, "")
+    return run.folder.store.get_meta().get(HELD_OUT_KEY, "")
 
 
 def _evaluation_record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:

@@ -27,7 +27,7 @@ TOKEN_MEANS = {
 }
 """Sums by the learner that are shown as means over the trained tokens: name of the sum -> metric."""
 
-OWN_NAMES = frozenset(
+RESERVED_NAMES = frozenset(
     {
         "reward",
         "reward_std",
@@ -41,7 +41,7 @@ OWN_NAMES = frozenset(
         "num_tokens",
     }
 )
-OWN_PREFIXES = (
+RESERVED_PREFIXES = (
     "rewards/",
     "completions/",
     "rollouts/",
@@ -192,7 +192,7 @@ def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics that reward functions logged. A metric with one of the loop's names is renamed to `task/<name>`."""
     metrics: dict[str, float] = {}
     for name in sorted({name for group in groups for name in group.metrics}):
-        is_reserved = name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+        is_reserved = name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES)
         values = (group.metrics[name] for group in groups if name in group.metrics)
         metrics[f"task/{name}" if is_reserved else name] = fmean(values)
     return metrics

@@ -29,9 +29,9 @@ from groupwise.training.loops.run import Run, StepBatch, TaskRun
 from groupwise.training.loops.schedules import make_schedule
 from groupwise.training.loops.training import save_checkpoint
 
-WARNED_AFTER = 5
+EARLY_WARNING_STEP = 5
 """Number of steps after which a run warns if its metrics suggest that the reward cannot rise."""
-WARNED_ABOUT = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
+EARLY_WARNING_METRICS = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
 """Metrics that may show why a reward does not rise: groups without signal, no correct answers, rollouts without a reward, low entropy."""
 
 
@@ -46,7 +46,7 @@ async def train(run: TaskRun) -> None:
             with profile_step(run):
                 batch = await run.interruption.allow(run.schedule.next())
                 await take_step(run, batch, started_at)
-            if run.step == WARNED_AFTER < run.max_steps:
+            if run.step == EARLY_WARNING_STEP < run.max_steps:
                 warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
                 save_checkpoint(run)
@@ -58,7 +58,7 @@ async def train(run: TaskRun) -> None:
 def warn_early(run: TaskRun) -> None:
     """Warn of anything that keeps the reward from rising, so that users need not wait for the end of a futile run."""
     for advice in advice_on(run.folder.store):
-        if advice["metric"] in WARNED_ABOUT:
+        if advice["metric"] in EARLY_WARNING_METRICS:
             run.say(f"warning: after {run.step} steps: {advice['says']} {advice['do']}")
 
 

@@ -35,7 +35,7 @@ from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.training.evaluation.evaluate import EvalResult, compare_before_after, held_out
 from groupwise.training.loops.held_out import (
-    ASKED,
+    HELD_OUT_KEY,
     announce,
     describe_result,
     evaluate_held_out,
@@ -177,7 +177,7 @@ def _rl(
     with open_run_folder(prepared, start, KIND, facts) as (folder, ready_run):
         if warm_up_result.untrained is not None:
             # The evaluation of the untrained model, recorded before the first step.
-            untrained, questions = warm_up_result.untrained, ready_run.facts[ASKED]
+            untrained, questions = warm_up_result.untrained, ready_run.facts[HELD_OUT_KEY]
             folder.store.add_evaluation(
                 EvaluationRecord(
                     0, UNTRAINED, untrained.policy, untrained.metrics, untrained.rows, questions
@@ -213,7 +213,7 @@ async def run_in(
                 run.callbacks = callbacks
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
-                    notice_changed_questions(run, prepared.facts[ASKED])
+                    notice_changed_questions(run, prepared.facts[HELD_OUT_KEY])
                 log_start(run, prepared)
                 await publish(run, run.policy.version)
                 await starting

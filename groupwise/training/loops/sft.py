@@ -38,9 +38,9 @@ from groupwise.training.sft_config import SftConfig, holds, parse_condition
 
 logger = logging.getLogger(__name__)
 
-PRINTED = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
+PRINTED_METRICS = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
 """The metrics of an evaluation that are printed during the run."""
-EVALUATED_AT_ONCE = 64
+EVALUATION_BATCH = 64
 """Number of held-out rows per batch of an evaluation, which can be interrupted between batches."""
 
 
@@ -264,7 +264,9 @@ async def _measure_held_out(run: SftRun) -> dict[str, float]:
     record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, questions)
     run.folder.store.add_evaluation(record)
     await run.callbacks.announce_evaluation(record)
-    numbers = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
+    numbers = ", ".join(
+        f"{name} {metrics[name]:.4g}" for name in PRINTED_METRICS if name in metrics
+    )
     run.say(f"held-out after {run.step} steps: {numbers}")
     return metrics
 
@@ -296,9 +298,9 @@ async def _held_out_loss(
     counts: list[int] = []
     correct = 0
     rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
-    for start in range(0, len(rows), EVALUATED_AT_ONCE):
+    for start in range(0, len(rows), EVALUATION_BATCH):
         run.progress.phase("evaluating", start, len(rows))
-        part = [row for _, row in rows[start : start + EVALUATED_AT_ONCE]]
+        part = [row for _, row in rows[start : start + EVALUATION_BATCH]]
         predictions = await run.interruption.allow(run.learner.predictions(part))
         for row, prediction in zip(part, predictions, strict=True):
             losses.append(-math.fsum(compress(prediction.logprobs, row.mask)))

@@ -42,7 +42,7 @@ from groupwise.training.loops.sft_completions import PreparedPrompts, prepare_co
 from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig
 
-TRAINED = ("⟦", "⟧")
+TRAINED_MARKS = ("⟦", "⟧")
 """Marks around the trained tokens when a row is shown."""
 
 
@@ -273,6 +273,6 @@ def render_row(tokenizer: Any, row: Masked) -> str:
     for index in range(1, len(row.ids) + 1):
         if index == len(row.ids) or row.mask[index] != row.mask[start]:
             text = tokenizer.decode(list(row.ids[start:index]), skip_special_tokens=False)
-            pieces.append(text.join(TRAINED) if row.mask[start] else text)
+            pieces.append(text.join(TRAINED_MARKS) if row.mask[start] else text)
             start = index
     return "".join(pieces)

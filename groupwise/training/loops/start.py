@@ -50,10 +50,10 @@ AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 ENDS = (
     "asked to end: what has been done is saved first; Ctrl-C once more ends at once, without that"
 )
-MOST_IN_VAIN = 3
+MAX_FUTILE_RESUMES = 3
 """Number of losses in a row without a new checkpoint after which a run is no longer resumed automatically."""
 
-WAYS_TO_START = {
+START_OPTIONS = {
     "--resume": "goes on with the newest unfinished run of that name",
     "--resume-from": "goes on with the run and the checkpoint that it names",
     "--init-from": "starts a new run from the weights that it names",
@@ -82,9 +82,9 @@ class StartMode:
 
     def __post_init__(self) -> None:
         values = (self.resume, self.resume_from, self.init_from)
-        names = [name for name, value in zip(WAYS_TO_START, values, strict=True) if value]
+        names = [name for name, value in zip(START_OPTIONS, values, strict=True) if value]
         if len(names) > 1:
-            meanings = ", ".join(f"{name} {WAYS_TO_START[name]}" for name in names)
+            meanings = ", ".join(f"{name} {START_OPTIONS[name]}" for name in names)
             raise UsageError(
                 f"{' and '.join(names)} exclude each other: {meanings}. Give one of them."
             )
@@ -96,7 +96,7 @@ def run_with_auto_resume(
     """Run `begin` in this mode; if `run.server` loses the run's sampler or learner, resume from the last checkpoint as with `--resume`.
 
     A crashed engine or a restarted server then costs the steps since the last checkpoint. Raises the run's own errors, and the loss
-    itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
+    itself if it happens `MAX_FUTILE_RESUMES` times in a row without a new checkpoint.
     """
     failures, last_step, run = 0, 0, ""
     while True:
@@ -119,7 +119,7 @@ def run_with_auto_resume(
             checkpoint = checkpoints.newest(path / CHECKPOINTS)
             run, step = path.name, 0 if checkpoint is None else checkpoint.step
             failures = 0 if step > last_step else failures + 1
-            if failures == MOST_IN_VAIN:
+            if failures == MAX_FUTILE_RESUMES:
                 raise
             last_step = step
             logger.warning("%s", error)

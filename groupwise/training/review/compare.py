@@ -41,16 +41,16 @@ from groupwise.training.evaluation.results import numbers_of, read_result
 from groupwise.training.evaluation.statistics import Interval, paired_difference
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
-NO_MERIT = frozenset({LENGTH, CLIPPED})
+UNDIRECTED_METRICS = frozenset({LENGTH, CLIPPED})
 """Metrics for which more is neither better nor worse."""
 
 LOSS = "loss"
 EVAL_LOSS = "eval_loss"
 
-SAME = 1e-9
+TOLERANCE = 1e-9
 """Values that differ by less count as equal."""
 
-HOW = (
+EVALUATION_KEYS = (
     "eval.samples_per_prompt",
     "eval.temperature",
     "eval.top_k",
@@ -66,7 +66,7 @@ HOW = (
 )
 """Config keys that decide how held-out prompts are answered and judged."""
 
-PLACES = frozenset({"run.name", "run.dir"})
+IGNORED_KEYS = frozenset({"run.name", "run.dir"})
 """Config keys that always differ between two runs."""
 
 
@@ -213,7 +213,9 @@ def compare_sides(a: Side, b: Side) -> Comparison:
     names = [name for name in a.metrics if common_keys and name in b.metrics]
     metrics = [_metric_change(name, a, b, common_keys) for name in names]
     prompts = [_prompt_change(samples_a[key], samples_b[key]) for key in common_keys]
-    changed_prompts = [change for change in prompts if change and abs(change.b - change.a) > SAME]
+    changed_prompts = [
+        change for change in prompts if change and abs(change.b - change.a) > TOLERANCE
+    ]
     return Comparison(
         a=a,
         b=b,
@@ -456,9 +458,9 @@ def _loss_change(
         sum(before) / len(examples),
         sum(after) / len(examples),
         paired_difference(before, after),
-        sum(gain > SAME for gain in pairs),
-        sum(gain < -SAME for gain in pairs),
-        sum(abs(gain) <= SAME for gain in pairs),
+        sum(gain > TOLERANCE for gain in pairs),
+        sum(gain < -TOLERANCE for gain in pairs),
+        sum(abs(gain) <= TOLERANCE for gain in pairs),
     )
 
 
@@ -474,15 +476,15 @@ def _metric_change(name: str, a: Side, b: Side, keys: Sequence[str]) -> MetricCh
     if not pairs:
         return None
     before, after = [x for x, _ in pairs], [y for _, y in pairs]
-    has_direction = name not in NO_MERIT
+    has_direction = name not in UNDIRECTED_METRICS
     return MetricChange(
         name,
         sum(before) / len(pairs),
         sum(after) / len(pairs),
         paired_difference(before, after),
-        sum(y - x > SAME for x, y in pairs) if has_direction else None,
-        sum(x - y > SAME for x, y in pairs) if has_direction else None,
-        sum(abs(y - x) <= SAME for x, y in pairs) if has_direction else None,
+        sum(y - x > TOLERANCE for x, y in pairs) if has_direction else None,
+        sum(x - y > TOLERANCE for x, y in pairs) if has_direction else None,
+        sum(abs(y - x) <= TOLERANCE for x, y in pairs) if has_direction else None,
     )
 
 
@@ -539,7 +541,7 @@ def _config_changes(
     load = load_config if model is RunConfig else load_sft_config
     differences = compare(_with_defaults(a, load), _with_defaults(b, load), model)
     changes = {**differences.fixed, **differences.warned, **differences.free}
-    return {key: changes[key] for key in sorted(changes) if key not in PLACES}
+    return {key: changes[key] for key in sorted(changes) if key not in IGNORED_KEYS}
 
 
 def _with_defaults(
@@ -566,7 +568,9 @@ def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
         for name, side in (("A", a), ("B", b))
         if side.failed
     ]
-    settings = [f"{key} is {config[key][0]} / {config[key][1]}" for key in HOW if key in config]
+    settings = [
+        f"{key} is {config[key][0]} / {config[key][1]}" for key in EVALUATION_KEYS if key in config
+    ]
     if a.samples != b.samples and "eval.samples_per_prompt" not in config:
         settings.append(f"{a.samples} / {b.samples} samples of each prompt")
     if settings:

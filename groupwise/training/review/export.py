@@ -42,9 +42,9 @@ Format = Literal["adapter", "merged", "gguf", "jsonl", "parquet"]
 CONVERTER = "convert_hf_to_gguf.py"
 CONVERTER_VARIABLE = "GROUPWISE_GGUF_CONVERTER"
 """The environment variable with the path of the converter."""
-ENOUGH = 0.95
+MIN_KEPT_SHARE = 0.95
 """Fraction of an adapter's change that must survive rounding; below it, a warning is logged."""
-QUOTED = 2000
+MAX_OUTPUT_CHARACTERS = 2000
 """Number of characters from the end of a converter's output that an error quotes."""
 
 
@@ -102,7 +102,7 @@ def export(
             f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
         )
     program = _find_converter(converter) if to == "gguf" else None
-    min_kept = ENOUGH if keep_change else 0.0
+    min_kept = MIN_KEPT_SHARE if keep_change else 0.0
 
     def fill(folder: Path) -> None:
         _write_weights(weights, to, dtype, program, folder, output, min_kept)
@@ -217,7 +217,7 @@ def _write_model(
 
     if is_adapter(weights.folder):
         files = write_merged(_base_model(weights), weights.folder, folder, dtype, keeping=min_kept)
-        if files.kept < ENOUGH:
+        if files.kept < MIN_KEPT_SHARE:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
                 files.dtype,
@@ -279,5 +279,5 @@ def _convert_to_gguf(program: Path, model: Path, output: Path) -> None:
         check=False,
     )
     if process.returncode or not output.is_file():
-        output_end = (process.stderr or process.stdout).strip()[-QUOTED:]
+        output_end = (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARACTERS:]
         raise RunError(f"{program} failed (exit code {process.returncode}):\n{output_end}")

@@ -43,9 +43,9 @@ from groupwise.training.loops.prepare import starting_from
 from groupwise.training.loops.run import Learning
 from groupwise.training.placement import Layout
 
-RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
+RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Tolerance of gradient norm and loss for rounding, as a fraction of the gradient norm."""
-LEAST = 1e-2
+MIN_GRAD_NORM = 1e-2
 """Smallest gradient norm that is used for the tolerance: rounding errors do not vanish with the gradient."""
 
 
@@ -71,7 +71,7 @@ class ReplayedStep:
     advantages: int
     """Number of rollouts whose recorded advantage differs from the one computed from their rewards."""
     tolerance: float | None
-    """Tolerance of loss and gradient norm, from `RELATIVE`; None: every bit must be equal."""
+    """Tolerance of loss and gradient norm, from `RELATIVE_TOLERANCE`; None: every bit must be equal."""
 
     @property
     def exact(self) -> bool:
@@ -92,7 +92,7 @@ class ReplayedStep:
 
     def _unequal_names(self, tolerance: float) -> list[str]:
         before, now = self.recorded, self.replayed
-        margin = tolerance * max(before.grad_norm or 0.0, LEAST)
+        margin = tolerance * max(before.grad_norm or 0.0, MIN_GRAD_NORM)
         pairs = {
             "loss": _is_close(before.loss, now.loss, margin),
             "grad_norm": _is_close(before.grad_norm, now.grad_norm, margin),
@@ -376,7 +376,7 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
         recorded=_step_values(metrics, record.version_out, record.fingerprint_out),
         replayed=_step_values(result.metrics, run.policy.version, run.policy.fingerprint),
         advantages=sum(map(_other_advantages, groups, credits)),
-        tolerance=RELATIVE[recording.layout.dtype] if recording.rounding else None,
+        tolerance=RELATIVE_TOLERANCE[recording.layout.dtype] if recording.rounding else None,
     )
 
 

@@ -38,7 +38,7 @@ MODEL, OUTPUT, RELEASES = "model.yaml", "out", "releases.json"
 UNANSWERED = b"eturning empty response"
 """Part of lighteval's log line for each request that it gives up."""
 UNASKABLE = "o1"
-CLOSE = 1e-6
+TOLERANCE = 1e-6
 """Tolerance between the mean of the individual marks and the reported value."""
 
 
@@ -232,7 +232,7 @@ def read_scores(suite: Suite, folder: Path, log: Path) -> SuiteScores:
         ) from error
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_fraction = is_number and 0 <= value <= 1
-    if not is_fraction or not scores or abs(fmean(scores.values()) - value) > CLOSE:
+    if not is_fraction or not scores or abs(fmean(scores.values()) - value) > TOLERANCE:
         raise RunError(f"its result says {value!r}, which is not the mean of its single marks")
     if missing := log.read_bytes().count(UNANSWERED):
         raise RunError(

@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 PORT = "{port}"
 WEIGHTS = ("{policy}", "{merged}")
-PLACES = (*WEIGHTS, "{base}", PORT, "{gpus}")
-A_GPU = 30_000_000_000
+PLACEHOLDERS = (*WEIGHTS, "{base}", PORT, "{gpus}")
+PARAMETERS_PER_GPU = 30_000_000_000
 """Number of parameters that fit on one GPU of 80 GB: 60 GB in bfloat16, and room for keys and values."""
-ENOUGH = 0.95
+MIN_KEPT_SHARE = 0.95
 """Fraction of an adapter's change that must survive the rounding of a merged model; below it, a warning is logged."""
-LOOK = 0.2
+POLL_INTERVAL = 0.2
 """Seconds between two requests to a starting server."""
 ANSWER_LIMIT = 10.0
 """Seconds that the server has to answer which models it serves."""
@@ -116,7 +116,7 @@ def _fill_placeholders(argument: str, weights: Weights, folder: Path, port: int)
         PORT: lambda: str(port),
         "{gpus}": lambda: str(_count_gpus(weights)),
     }
-    for placeholder in PLACES:
+    for placeholder in PLACEHOLDERS:
         if placeholder in argument:
             argument = argument.replace(placeholder, values[placeholder]())
     return argument
@@ -134,7 +134,7 @@ def _merged_weights(weights: Weights, target: Path) -> Path:
     base = weights.base()
     target.mkdir(parents=True)
     merge = write_merged(base, weights.folder, target)
-    if merge.kept < ENOUGH:
+    if merge.kept < MIN_KEPT_SHARE:
         logger.warning(
             "in %s, %.0f %% of the adapter's change is lost in rounding, so the suites are asked of less than was learnt; serve {policy} "
             "beside its base, where the server can",
@@ -152,7 +152,7 @@ def _count_gpus(weights: Weights) -> int:
 
     # One GPU per started 30 billion parameters (a smaller model fits on one of 80 GB), rounded up to a power of two, because tensor
     # parallelism needs a divisor of the attention heads and a power of two divides those of nearly every model.
-    count = all_parameters(weights.whole()) // A_GPU + 1
+    count = all_parameters(weights.whole()) // PARAMETERS_PER_GPU + 1
     return 1 << (count - 1).bit_length()
 
 
@@ -175,7 +175,7 @@ def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[s
                     f"The server did not answer within {seconds:g} seconds ({error}). Its log is {family.log}, and ends:\n"
                     f"{family.last_words()}"
                 ) from error
-        time.sleep(LOOK)
+        time.sleep(POLL_INTERVAL)
 
 
 async def _list_models(endpoint: Endpoint) -> tuple[str, ...]:
