@@ -261,23 +261,23 @@ class LazyTokenizer:
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The tokenizer's class, for `isinstance`."""
-        return self._load().__class__
+        return self._load_tokenizer().__class__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._load(), name)
+        return getattr(self._load_tokenizer(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._load(), name, value)
+        setattr(self._load_tokenizer(), name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._load()(*arguments, **keywords)
+        return self._load_tokenizer()(*arguments, **keywords)
 
     def __len__(self) -> int:
-        return len(self._load())
+        return len(self._load_tokenizer())
 
-    def _load(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         attributes = vars(self)
         if attributes["_tokenizer"] is None:
             from groupwise.engine.models.tokenizer import load_tokenizer

@@ -117,7 +117,7 @@ class BenchmarkOnCheckpoint(Callback):
             )
         if not config and (task_module or overrides):
             raise ValueError("`task_module` and `overrides` belong to `config`.")
-        if command and not any("{output}" in word for word in command):
+        if command and not any("{output}" in argument for argument in command):
             raise ValueError(
                 "the command does not say {output}, the JSON file that it is to write."
             )
@@ -268,7 +268,7 @@ class BenchmarkOnCheckpoint(Callback):
             "{run}": run.name,
         }
         command = [
-            *(_fill_placeholders(word, placeholders) for word in self.command),
+            *(_fill_placeholders(argument, placeholders) for argument in self.command),
             *self._verbatim,
         ]
         log, cwd = folder / LOG, Path.cwd()
@@ -358,10 +358,10 @@ def _resolve_suites(
             '[vllm, serve, "{policy}", --host, 127.0.0.1, --port, "{port}"].'
         )
     from groupwise.training.suites.lighteval import ModelSettings, chosen_suites
-    from groupwise.training.suites.serving import check_words
+    from groupwise.training.suites.serving import check_command
 
     with _usage_as_value_error():
-        check_words(serve)
+        check_command(serve)
         questions = ModelSettings(base_url="", **sampling_options)
         return chosen_suites(suites, questions.samples)
 
@@ -379,12 +379,12 @@ def _suites_command(
     suites: tuple[str, ...], option_values: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The command that runs suites. Options that are None are omitted, so `groupwise eval` uses its defaults."""
-    suite_options = [word for suite in suites for word in ("--suite", suite)]
+    suite_options = [argument for suite in suites for argument in ("--suite", suite)]
     options = [
-        word
+        argument
         for key, value in option_values.items()
         if value is not None
-        for word in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
+        for argument in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
     ]
     return (
         *(sys.executable, "-P", "-m", "groupwise", "eval", *suite_options, *options),
@@ -403,10 +403,10 @@ def _eval_command(
     )
 
 
-def _fill_placeholders(word: str, placeholders: Mapping[str, str]) -> str:
+def _fill_placeholders(argument: str, placeholders: Mapping[str, str]) -> str:
     for name, value in placeholders.items():
-        word = word.replace(name, value)
-    return word
+        argument = argument.replace(name, value)
+    return argument
 
 
 def _step_of(folder: Path) -> int:

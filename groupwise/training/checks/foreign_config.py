@@ -187,17 +187,17 @@ def _split_commands(text: str) -> Iterator[list[str]]:
         buffer = ""
 
 
-def _parse_scalar(word: str) -> Any:
-    if "$" in word:
-        return Unread(word, 0, "only running the command tells what `{}` is")
-    if re.fullmatch(r"(?i)true|false", word):
-        return word.lower() == "true"
+def _parse_scalar(text: str) -> Any:
+    if "$" in text:
+        return Unread(text, 0, "only running the command tells what `{}` is")
+    if re.fullmatch(r"(?i)true|false", text):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
-            return kind(word)
+            return kind(text)
         except ValueError:
             continue
-    return word
+    return text
 
 
 # Other frameworks

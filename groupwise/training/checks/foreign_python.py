@@ -403,14 +403,14 @@ class _Reader:
         if kind == "from_pretrained" and NON_MODEL_CLASSES.search(ast.unparse(node.func)):
             return _unread_node(node)
         if kind is not None:
-            call = ParsedCall(kind, node.lineno, self._arguments(node, CALLS[kind]))
+            call = ParsedCall(kind, node.lineno, self._read_arguments(node, CALLS[kind]))
             self.calls.append(call)
             return call
         return self._call_of_python(node, function_name)
 
     def _loaded_dataset(self, node: ast.Call) -> Any:
         """A dataset, or a list of datasets if several splits are loaded at once."""
-        arguments = self._arguments(node, DATASET_ARGUMENTS)
+        arguments = self._read_arguments(node, DATASET_ARGUMENTS)
         if arguments.get("path") in FILE_FORMATS and "data_files" in arguments:
             arguments |= {"path": arguments.pop("data_files"), "name": None}
         splits = arguments.get("split")
@@ -428,7 +428,7 @@ class _Reader:
     def _changed_dataset(self, owner: ParsedCall, function_name: str, node: ast.Call) -> ParsedCall:
         """The same dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
         arguments = dict(owner.arguments)
-        size = self._arguments(node, ("test_size",)).get("test_size")
+        size = self._read_arguments(node, ("test_size",)).get("test_size")
         if function_name == "train_test_split" and isinstance(size, float):
             arguments["test_split_size"] = size
         if function_name != "shuffle":
@@ -444,11 +444,11 @@ class _Reader:
             case "dict", _:
                 return self._merge_arguments(node)
             case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
-                arguments = self._arguments(ast.Call(node.func, [], node.keywords), ())
-                if _is_plain(arguments.get("default", _unread_node(node))):
+                arguments = self._read_arguments(ast.Call(node.func, [], node.keywords), ())
+                if _is_readable(arguments.get("default", _unread_node(node))):
                     self.flags[name[2:].replace("-", "_")] = arguments["default"]
             case "replace", [_]:
-                arguments = self._arguments(node, ("",))
+                arguments = self._read_arguments(node, ("",))
                 original = arguments.pop("")
                 if isinstance(original, ParsedCall):
                     self.calls.remove(original)
@@ -471,9 +471,9 @@ class _Reader:
         for argument in node.args:
             self._unpack(arguments, argument)
         keywords = ast.Call(node.func, [], node.keywords, lineno=node.lineno)
-        return arguments | self._arguments(keywords, ())
+        return arguments | self._read_arguments(keywords, ())
 
-    def _arguments(self, node: ast.Call, positions: Sequence[str]) -> dict[str, Any]:
+    def _read_arguments(self, node: ast.Call, positions: Sequence[str]) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         for position, argument in enumerate(node.args):
             has_name = position < len(positions) and not isinstance(argument, ast.Starred)
@@ -541,7 +541,7 @@ class _Reader:
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
-            if name != "reward_funcs" and not _is_plain(value):
+            if name != "reward_funcs" and not _is_readable(value):
                 value = value if isinstance(value, Unread) else Unread(_as_source(value), call.line)
                 settings.setdefault(name, value)
             else:
@@ -642,11 +642,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_readable(value: Any) -> bool:
     if isinstance(value, list):
-        return all(map(_is_plain, cast("list[Any]", value)))
+        return all(map(_is_readable, cast("list[Any]", value)))
     if isinstance(value, dict):
-        return all(map(_is_plain, cast("dict[str, Any]", value).values()))
+        return all(map(_is_readable, cast("dict[str, Any]", value).values()))
     return not isinstance(value, Unread | ParsedCall)
 
 

@@ -33,7 +33,7 @@ from groupwise.training.evaluation.results import FORMAT, check_writable, result
 from groupwise.training.evaluation.statistics import Interval, mean_with_interval
 from groupwise.training.suites import lighteval
 from groupwise.training.suites.lighteval import SUITES, ModelSettings, SuiteScores, chosen_suites
-from groupwise.training.suites.serving import Weights, check_words, serving
+from groupwise.training.suites.serving import Weights, check_command, serving
 
 METRIC = "pass@1"
 KIND = "suite"
@@ -72,7 +72,7 @@ class SuiteRequest:
                 "A suite asks a service: give either --endpoint URL, one that is there, or --serve COMMAND, which serves a policy."
             )
         if self.serve:
-            check_words(self.serve)
+            check_command(self.serve)
             if self.policy is None:
                 raise UsageError("--serve serves a policy: say which one by --policy.")
         elif self.policy is not None:

@@ -69,21 +69,21 @@ class Weights:
         return self.base() if is_adapter(self.folder) else ModelConfig(name=str(self.folder))
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_command(command: Sequence[str]) -> None:
     """Raise UsageError for a command that could not serve a policy here."""
-    if not any(PORT in word for word in words):
+    if not any(PORT in argument for argument in command):
         raise UsageError(f"the command that serves does not say {PORT}, where it is to answer.")
-    if not any(placeholder in word for word in words for placeholder in WEIGHTS):
+    if not any(placeholder in argument for argument in command for placeholder in WEIGHTS):
         raise UsageError(
             f"the command that serves says neither {' nor '.join(WEIGHTS)}, so it would serve something else."
         )
-    if shutil.which(words[0]) is None:
-        raise UsageError(f"there is no program {words[0]!r} that could serve.")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program {command[0]!r} that could serve.")
 
 
 @contextmanager
 def serving(
-    words: Sequence[str],
+    command_template: Sequence[str],
     weights: Weights,
     folder: Path,
     *,
@@ -97,7 +97,9 @@ def serving(
     """
     port = free_port()
     try:
-        command = [_fill_placeholders(word, weights, folder, port) for word in words]
+        command = [
+            _fill_placeholders(argument, weights, folder, port) for argument in command_template
+        ]
         with Family(
             command, folder=Path.cwd(), log=folder / "server.txt", environment={}
         ) as family:
