@@ -60,7 +60,7 @@ def commit(
     )
     run.folder.store.commit_step(record, batch.all, metrics, warnings)
     for group in batch.all:
-        run.drawn.pop(group.draw, None)
+        run.uncommitted_groups.pop(group.draw, None)
     run.progress.step(run.step, metrics, batch.groups)
     logger.info(
         "step %d/%d: reward %.4g, version %d",
@@ -75,10 +75,12 @@ def commit(
     _warn_of_step(run, batch.all, metrics)
     # Prepare the next step: adapt the KL coefficient, and keep the policies that the schedule still needs.
     run.adapt(metrics)
-    run.earlier[run.step] = policy_in
+    run.recent_policies[run.step] = policy_in
     run.step += 1
     first_step = run.step - run.kept_policies
-    run.earlier = {step: policy for step, policy in run.earlier.items() if step >= first_step}
+    run.recent_policies = {
+        step: policy for step, policy in run.recent_policies.items() if step >= first_step
+    }
     return metrics
 
 

@@ -348,7 +348,7 @@ async def run_to_completion(run: TaskRun, prepared: RlPrepared, started_at: floa
         return await leave_interrupted(run, prepared, started_at, interrupted)
     except BaseException as error:
         with suppress(StoreError):  # a failure here must not hide the original error
-            run.folder.store.keep_unfinished(run.drawn.values())
+            run.folder.store.keep_unfinished(run.uncommitted_groups.values())
         await report_failure(run, error)
         raise
     write_curve(run, METRIC)
@@ -361,7 +361,7 @@ async def leave_interrupted(
     run: TaskRun, prepared: RlPrepared, started_at: float, interruption: Interrupted
 ) -> RlResult:
     """Save an interrupted run: its scored groups, and a checkpoint of the last completed step."""
-    run.folder.store.keep_unfinished(run.drawn.values())
+    run.folder.store.keep_unfinished(run.uncommitted_groups.values())
     if run.step > 0:
         save_checkpoint(run)
         await run.callbacks.announce_checkpoint()

@@ -125,7 +125,7 @@ class Run(Learning):
     """The policy that the sampler has loaded."""
     publications: Path
     """Folder for the learner's publications and for the policies that were restored from a checkpoint."""
-    earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
+    recent_policies: dict[int, Policy] = field(default_factory=dict[int, Policy])
     """The policies after the last steps, by step; `kept_policies` of them are kept."""
     unscored: list[str] = field(default_factory=list[str])
     """Reasons why rollouts failed in the last step, if it had no scored group; otherwise empty."""
@@ -134,7 +134,7 @@ class Run(Learning):
     """True if environments give the rewards and none has given any so far; False again once that was warned of."""
     gap_seen: bool = False
     """True once a large difference between the sampler's and the learner's log-probabilities was warned of."""
-    drawn: dict[int, Group] = field(default_factory=dict[int, Group])
+    uncommitted_groups: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored but belong to no committed step."""
 
     @property
@@ -179,7 +179,7 @@ class Run(Learning):
             "signals": self.signals and self.signals.state(),
             "earlier": {
                 str(step): {"version": policy.version, "fingerprint": policy.fingerprint}
-                for step, policy in self.earlier.items()
+                for step, policy in self.recent_policies.items()
             },
         }
 
@@ -193,7 +193,7 @@ class Run(Learning):
 
     def save_more(self, folder: Path) -> None:
         """Save the policies that draw the groups of the next steps."""
-        for step, policy in self.earlier.items():
+        for step, policy in self.recent_policies.items():
             shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ class Run(Learning):
         for name, facts in position["earlier"].items():
             saved = self.publications / f"after-step-{name}"
             shutil.copytree(folder / POLICIES / f"step-{name}", saved)
-            self.earlier[int(name)] = replace(self.policy, **facts, path=str(saved))
+            self.recent_policies[int(name)] = replace(self.policy, **facts, path=str(saved))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class FixedLag:
         """Draw again the groups that were in progress when the checkpoint was written, by the same policies as then."""
         run = self._run
         for step in range(run.step, min(run.step + self._lag, run.max_steps)):
-            await self._serve_policy(run.earlier.get(max(0, step - self._lag), run.policy))
+            await self._serve_policy(run.recent_policies.get(max(0, step - self._lag), run.policy))
             self._start_step(step)
         await self._serve_policy(run.policy)
 
@@ -339,8 +339,10 @@ class _Timer:
 async def _score_group(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
     scored_group = await drawing.score(run, group, step)
     timer.scored()
-    run.drawn[group.draw] = scored_group
-    run.progress.phase("sampling", len(run.drawn), run.config.training.prompts_per_step)
+    run.uncommitted_groups[group.draw] = scored_group
+    run.progress.phase(
+        "sampling", len(run.uncommitted_groups), run.config.training.prompts_per_step
+    )
     return scored_group
 
 

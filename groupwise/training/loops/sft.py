@@ -67,7 +67,7 @@ class SftRun(Training):
     next_draw: int = 0
     """The first draw that belongs to no step yet."""
     best: Best | None = None
-    to_beat: float | None = None
+    loss_to_beat: float | None = None
     """The loss that early stopping compares with: the last one that was lower by more than the threshold."""
     not_better: int = 0
     """Number of evaluations in a row since then."""
@@ -75,9 +75,9 @@ class SftRun(Training):
     """Number of steps done at the last evaluation."""
     completions: Completions | None = None
     """Draws and measures the policy's own completions; None if evaluations use only the given answers."""
-    reached: str | None = None
+    met_condition: str | None = None
     """The condition of `training.stop_when` that was met; None if none was."""
-    measured: Mapping[str, float] | None = None
+    condition_metrics: Mapping[str, float] | None = None
     """The metrics named by `training.stop_when`, as of the last evaluation."""
 
     @property
@@ -89,7 +89,7 @@ class SftRun(Training):
     @property
     def over(self) -> bool:
         """See `Training.over`."""
-        return super(SftRun, self).over or self.stopped_early or self.reached is not None
+        return super(SftRun, self).over or self.stopped_early or self.met_condition is not None
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
@@ -101,10 +101,10 @@ class SftRun(Training):
             **super(SftRun, self).position(),
             "best": asdict(self.best) if self.best else None,
             "next_draw": self.next_draw,
-            "to_beat": self.to_beat,
+            "to_beat": self.loss_to_beat,
             "not_better": self.not_better,
             "evaluated_step": self.evaluated_step,
-            "reached": self.reached,
+            "reached": self.met_condition,
         }
 
     def take_position(self, position: Mapping[str, Any]) -> None:
@@ -117,11 +117,11 @@ class SftRun(Training):
         ):  # the last step of the epochs configured before may have been smaller
             size = self.config.training.examples_per_step
             self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
-        self.to_beat = position["to_beat"]
+        self.loss_to_beat = position["to_beat"]
         self.not_better = position["not_better"]
         self.evaluated_step = position["evaluated_step"]
         reached = position.get("reached")
-        self.reached = reached if reached in self.config.training.stop_when else None
+        self.met_condition = reached if reached in self.config.training.stop_when else None
 
 
 async def train(run: SftRun) -> None:
@@ -134,9 +134,9 @@ async def train(run: SftRun) -> None:
         await evaluate_if_due(run)
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
             await save(run)
-    if run.config.training.stop_when and run.reached is None:
+    if run.config.training.stop_when and run.met_condition is None:
         measurements = ", ".join(
-            f"{name} is {value:.4g}" for name, value in (run.measured or {}).items()
+            f"{name} is {value:.4g}" for name, value in (run.condition_metrics or {}).items()
         )
         run.say(
             f"warning: no condition of training.stop_when was met in {run.step} steps ({measurements or 'nothing was evaluated'}): "
@@ -278,16 +278,16 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
         name for condition in conditions for name, _, _ in parse_condition(condition)
     }
     unknown = condition_metrics - metrics.keys()
-    if unknown and run.measured is None:
+    if unknown and run.condition_metrics is None:
         raise UsageError(
             f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
             f"{', '.join(sorted(metrics))}"
         )
-    run.measured = {name: metrics[name] for name in sorted(condition_metrics - unknown)}
+    run.condition_metrics = {name: metrics[name] for name in sorted(condition_metrics - unknown)}
     matches = (condition for condition in conditions if holds(condition, metrics))
-    run.reached = next(matches, None)
-    if run.reached is not None:
-        run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")
+    run.met_condition = next(matches, None)
+    if run.met_condition is not None:
+        run.say(f"ended after {run.step} steps: {run.met_condition} (training.stop_when)")
 
 
 async def _held_out_loss(
@@ -328,8 +328,8 @@ async def _note_best(run: SftRun, loss: float | None) -> None:
         return
     # Only a loss that is lower by more than the threshold resets the count of early stopping.
     threshold = run.config.eval.early_stopping_threshold
-    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - threshold):
-        run.to_beat, run.not_better = loss, 0
+    if math.isfinite(loss) and (run.loss_to_beat is None or loss < run.loss_to_beat - threshold):
+        run.loss_to_beat, run.not_better = loss, 0
     else:
         run.not_better += 1
     if math.isfinite(loss) and (run.best is None or loss < run.best.loss):

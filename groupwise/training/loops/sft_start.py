@@ -199,7 +199,7 @@ def _forget_best_if_rows_changed(run: SftRun, prepared: SftPrepared) -> None:
     if store.get_meta().get("held_out") == fingerprint:
         return
     store.set_meta({"held_out": fingerprint})
-    run.best = run.to_beat = run.evaluated_step = None
+    run.best = run.loss_to_beat = run.evaluated_step = None
     run.not_better = 0
     run.say("the held-out rows were changed: the best step is looked for anew")
 
@@ -294,6 +294,6 @@ async def _finish_run(
         summary |= {"eval_loss_best": run.best.loss, "best_step": run.best.step}
     if run.stopped_early and run.step < run.max_steps:
         summary["stopped_early"] = True
-    if run.reached is not None:
-        summary["stopped_by"] = run.reached
+    if run.met_condition is not None:
+        summary["stopped_by"] = run.met_condition
     return await end(run, state, {**summary, **ended_early(run)})
