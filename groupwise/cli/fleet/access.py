@@ -57,11 +57,11 @@ def fleet(
     """
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
-    found = find(fleet_at, os.environ)
-    if isinstance(found, FleetAddress):
+    location = find(fleet_at, os.environ)
+    if isinstance(location, FleetAddress):
         from groupwise.jobs.fleet.client import FleetClient
 
-        with FleetClient(found.url, tell=say, timeout=timeout) as client:
+        with FleetClient(location.url, tell=say, timeout=timeout) as client:
             yield client
     else:
         with fleet_here(fleet_at, make=make) as local:
@@ -106,14 +106,14 @@ def place_of(fleet_at: str | None, options: dict[str, Any] | None = None) -> Fle
     require_installed()
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
-    found = find(fleet_at, os.environ, options)
-    if isinstance(found, FleetAddress):
+    location = find(fleet_at, os.environ, options)
+    if isinstance(location, FleetAddress):
         raise UsageError(
-            f"{found.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it on "
-            "the machine where the fleet runs. From here, `groupwise fleet status` says how it is doing. Without --fleet and "
+            f"{location.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it "
+            "on the machine where the fleet runs. From here, `groupwise fleet status` says how it is doing. Without --fleet and "
             "GROUPWISE_FLEET, the fleet in ~/.groupwise/fleet is meant."
         )
-    return found
+    return location
 
 
 def terminal_user() -> str:
@@ -153,18 +153,18 @@ def progress() -> Generator[Tell, None, None]:
     if not sys.stderr.isatty():
         yield tell_nobody
         return
-    last, shown = time.monotonic(), False
+    last_printed, has_printed = time.monotonic(), False
 
-    def tell(here: int, of: int, what: str) -> None:
-        nonlocal last, shown
-        if time.monotonic() - last < SHOW_SECONDS:
+    def tell(received: int, size: int, label: str) -> None:
+        nonlocal last_printed, has_printed
+        if time.monotonic() - last_printed < SHOW_SECONDS:
             return
-        last, shown = time.monotonic(), True
-        line = f"{byte_size(here)} of {byte_size(of)}, {one_line(what)}"
+        last_printed, has_printed = time.monotonic(), True
+        line = f"{byte_size(received)} of {byte_size(size)}, {one_line(label)}"
         typer.echo(f"\r\x1b[K{shorten(line, WIDEST)}", err=True, nl=False)
 
     try:
         yield tell
     finally:
-        if shown:
+        if has_printed:
             typer.echo("\r\x1b[K", err=True, nl=False)

@@ -70,11 +70,11 @@ def exec_command(
             "checkpoints": [],
         }
         with sigterm_interrupts():
-            ended = _follow(access, request, project)
-    reason = ended["failure_reason"]
+            final_job = _follow(access, request, project)
+    reason = final_job["failure_reason"]
     if reason and not _OWN_EXIT_CODE.match(reason):
         say(reason)
-    raise typer.Exit(exit_code_of([ended]))
+    raise typer.Exit(exit_code_of([final_job]))
 
 
 def _follow(access: FleetClient, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:

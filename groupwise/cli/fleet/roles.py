@@ -158,8 +158,8 @@ def api(
 def _run(
     fleet_at: str | None, role: str | None, address: Address | None = None, **options: Any
 ) -> None:
-    given = {name: value for name, value in options.items() if value is not None}
-    place = place_of(fleet_at, given)
+    settings = {name: value for name, value in options.items() if value is not None}
+    place = place_of(fleet_at, settings)
     from groupwise.jobs.fleet.processes import ROLES
     from groupwise.jobs.fleet.up import run
 
@@ -172,24 +172,26 @@ def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> No
     from groupwise.jobs.fleet.processes import who_plays
     from groupwise.jobs.fleet.store import database as databases
 
-    opened = databases.connect(place.database_url)
+    connection = databases.connect(place.database_url)
     try:
-        databases.migrate(opened, lambda: who_plays(place.folder) if place.is_embedded else None)
-        say(f"{opened.name} is up to date")
+        databases.migrate(
+            connection, lambda: who_plays(place.folder) if place.is_embedded else None
+        )
+        say(f"{connection.name} is up to date")
     finally:
-        opened.close()
+        connection.close()
 
 
 def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Show how the fleet is doing, and what needs attention."""
     with fleet(fleet_at) as access:
-        found = access.status()
+        fleet_status = access.status()
     if as_json:
-        write_json(found)
+        write_json(fleet_status)
         return
     from groupwise.cli.fleet.printing import print_status
 
-    print_status(found)
+    print_status(fleet_status)
 
 
 def doctor(

@@ -177,9 +177,9 @@ class FleetClient:
         return self._post_once("/jobs/array", body, project, idempotency_key)
 
     def _post_once(
-        self, path: str, body: Mapping[str, Any], project: str | None, named: str | None
+        self, path: str, body: Mapping[str, Any], project: str | None, given_key: str | None
     ) -> Any:
-        key = new_idempotency_key() if named is None else named
+        key = new_idempotency_key() if given_key is None else given_key
         query = {"project": project}
         return self._patiently("POST", path, body=body, query=query, headers={HEADER: key})
 
@@ -234,12 +234,14 @@ class FleetClient:
         return self._changed_all("retry", ids, tries=1)
 
     def _changed_all(
-        self, verb: str, ids: Sequence[str], *, tries: int | None = None, **more: Any
+        self, verb: str, ids: Sequence[str], *, tries: int | None = None, **fields: Any
     ) -> list[Document]:
-        found: list[Document] = []
-        for some in portions(ids):
-            found += self._json("POST", f"/jobs/{verb}", body={"jobs": some, **more}, tries=tries)
-        return found
+        results: list[Document] = []
+        for portion in portions(ids):
+            results += self._json(
+                "POST", f"/jobs/{verb}", body={"jobs": portion, **fields}, tries=tries
+            )
+        return results
 
     def prune(
         self,
@@ -281,13 +283,13 @@ class FleetClient:
         `wait`: seconds to wait for more if there is none yet, at most 30.
         """
         query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
-        answer = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
-        known = EPOCH_HEADER in answer.headers
+        response = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
+        has_epoch = EPOCH_HEADER in response.headers
         return LogPart(
-            data=answer.content,
-            epoch=int(answer.headers[EPOCH_HEADER]) if known else None,
-            offset=int(answer.headers[OFFSET_HEADER]) if known else 0,
-            ended=answer.headers.get(ENDED_HEADER) == "true",
+            data=response.content,
+            epoch=int(response.headers[EPOCH_HEADER]) if has_epoch else None,
+            offset=int(response.headers[OFFSET_HEADER]) if has_epoch else 0,
+            ended=response.headers.get(ENDED_HEADER) == "true",
         )
 
     def follow(
@@ -295,10 +297,10 @@ class FleetClient:
     ) -> Generator[bytes]:
         """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the start of the newest attempt."""
         while True:
-            more = partial(
+            next_part = partial(
                 self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
             )
-            part = self.patience.ask(more)
+            part = self.patience.ask(next_part)
             if part.epoch is not None:
                 epoch, offset = part.epoch, part.offset
             if part.data:
@@ -317,42 +319,42 @@ class FleetClient:
         A file that grows meanwhile is sent at the size that it had when it was hashed; one that becomes shorter is a UsageError.
         `tell` receives the progress, first of hashing the files, then of sending those that are missing.
         """
-        found = named_files(files)
-        entries = _entries(found, tell)
+        local_files = named_files(files)
+        entries = _entries(local_files, tell)
         names = {entry.sha256: name for name, entry in entries.items()}
-        every = sorted(names)
+        hashes = sorted(names)
         missing: list[str] = []
-        for start in range(0, len(every), MOST_HASHES):
-            some = {"sha256": every[start : start + MOST_HASHES]}
-            missing += self._patiently("POST", "/blobs/missing", body=some)["missing"]
-        total = Sum(tell, sum(entries[names[sha256]].size for sha256 in missing))
+        for start in range(0, len(hashes), MOST_HASHES):
+            body = {"sha256": hashes[start : start + MOST_HASHES]}
+            missing += self._patiently("POST", "/blobs/missing", body=body)["missing"]
+        progress = Sum(tell, sum(entries[names[sha256]].size for sha256 in missing))
         for name in (names[sha256] for sha256 in missing):
-            self._send(entries[name], found[name], partial(total.more, f"sending {name}"))
-        return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
+            self._send(entries[name], local_files[name], partial(progress.more, f"sending {name}"))
+        return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
     def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
         """Send one file. While other clients send the same file and it grows, wait for them."""
         sha256, size = entry.sha256, entry.size
-        here, since = self._bytes_received(sha256, size), self._clock()
-        more(here)
+        offset, last_change = self._bytes_received(sha256, size), self._clock()
+        more(offset)
         with path.open("rb") as file:
             while True:
-                file.seek(here)
-                piece = file.read(min(UPLOAD_PIECE, size - here))
-                if here < size and not piece:
+                file.seek(offset)
+                piece = file.read(min(UPLOAD_PIECE, size - offset))
+                if offset < size and not piece:
                     raise UsageError(f"{path} has become shorter while it was sent.")
-                now, stored = self._piece(sha256, size, here, piece)
-                more(now - here)
-                if stored:
+                received, is_stored = self._piece(sha256, size, offset, piece)
+                more(received - offset)
+                if is_stored:
                     return
-                if now == here or now != here + len(piece):
-                    now = self._while_others_send(sha256, size, now, more)
-                if now != here:
-                    here, since = now, self._clock()
-                elif self._clock() - since > self.patience.seconds + size / SLOWEST_DISK:
+                if received == offset or received != offset + len(piece):
+                    received = self._while_others_send(sha256, size, received, more)
+                if received != offset:
+                    offset, last_change = received, self._clock()
+                elif self._clock() - last_change > self.patience.seconds + size / SLOWEST_DISK:
                     raise Refusal(
                         FILE_BUSY,
-                        f"{path}: another client sends the same file, of which {here} of {size} bytes are there; for minutes no more has "
+                        f"{path}: another client sends the same file, of which {offset} of {size} bytes are there; for minutes no more has "
                         "come; nor can it be sent from here meanwhile. What is there is kept: try again later.",
                     )
 
@@ -363,26 +365,26 @@ class FleetClient:
         """Returns the number of bytes received so far, and whether the file is stored. While others send it, `data` may be rejected."""
         query = {"size": size, "offset": offset}
         try:
-            answer = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
+            receipt = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
         except Refusal as refusal:
             if refusal.code != FILE_BUSY:
                 raise
             return offset, False
-        return (size, True) if answer["stored"] else (answer["received"], False)
+        return (size, True) if receipt["stored"] else (receipt["received"], False)
 
     def _while_others_send(
-        self, sha256: str, size: int, here: int, more: Callable[[int], None]
+        self, sha256: str, size: int, offset: int, more: Callable[[int], None]
     ) -> int:
         """Wait until the file stops growing; returns how many bytes have been received."""
-        since = self._clock()
+        last_change = self._clock()
         while True:
             self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
-            now = self._bytes_received(sha256, size)
-            more(now - here)
-            if now != here:
-                here, since = now, self._clock()
-            if here >= size or self._clock() - since >= OTHERS_REST:
-                return here
+            received = self._bytes_received(sha256, size)
+            more(received - offset)
+            if received != offset:
+                offset, last_change = received, self._clock()
+            if offset >= size or self._clock() - last_change >= OTHERS_REST:
+                return offset
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """An attempt's artefacts: `files`, by path, with sha256, mode and bytes. Without `epoch`: of the newest attempt that left any."""
@@ -426,17 +428,17 @@ class FleetClient:
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
-            hurried = not self._is_slow
-            limits = self._limits(hurried)
+            is_hurried = not self._is_slow
+            limits = self._limits(is_hurried)
             try:
                 with self._http.stream(
                     "GET", path, params=query, headers=headers, timeout=limits
-                ) as answer:
-                    if not answer.is_success:
-                        answer.read()
-                        raise self._refusal(answer)
-                    skip = offset if answer.status_code == 200 else 0  # a proxy may ignore ranges
-                    for data in answer.iter_bytes():
+                ) as response:
+                    if not response.is_success:
+                        response.read()
+                        raise self._refusal(response)
+                    skip = offset if response.status_code == 200 else 0  # a proxy may ignore ranges
+                    for data in response.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
                         failures = 0
@@ -446,16 +448,16 @@ class FleetClient:
                     silence.is_over()
                     return
             except httpx2.TransportError as error:
-                failed = self._away("GET", path, error)
+                failure = self._away("GET", path, error)
             except (FleetAway, Refusal) as error:
-                failed = error
-            silent = isinstance(failed, FleetAway) and failed.silent
-            if silent and hurried:
+                failure = error
+            silent = isinstance(failure, FleetAway) and failure.silent
+            if silent and is_hurried:
                 self._is_late("GET", path)
                 continue
             failures += 1
-            if silent or failures % TRIES == 0 or not is_passing(failed):
-                silence.goes_on(failed)
+            if silent or failures % TRIES == 0 or not is_passing(failure):
+                silence.goes_on(failure)
             self._sleep(backoff.next())
 
     # Machines, projects, keys, state
@@ -552,13 +554,13 @@ class FleetClient:
 
     # Sending requests
 
-    def _json(self, method: str, path: str, **more: Any) -> Any:
-        return self._answer(method, path, **more).json()
+    def _json(self, method: str, path: str, **options: Any) -> Any:
+        return self._answer(method, path, **options).json()
 
-    def _patiently(self, method: str, path: str, **more: Any) -> Any:
+    def _patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
-        hurried = "content" not in more  # sending an upload may take long
-        return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **more))
+        hurried = "content" not in options  # sending an upload may take long
+        return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **options))
 
     def _answer(
         self,
@@ -574,46 +576,46 @@ class FleetClient:
     ) -> httpx2.Response:
         """`hurried`: if no answer comes soon, the request may be sent again while the first is still being handled. None: only for GET."""
         tries = self.tries if tries is None else tries
-        known = {name: value for name, value in (query or {}).items() if value is not None}
-        require_passable(**known)
+        parameters = {name: value for name, value in (query or {}).items() if value is not None}
+        require_passable(**parameters)
         require_passable(**(body or {}))
         request = partial(
             self._http.request,
             *(method, path),
             json=body,
             content=content,
-            params=known,
+            params=parameters,
             headers=headers,
         )
         may_hurry = tries > 1 and (method == "GET" if hurried is None else hurried)
-        wait = float(known.get("wait", 0.0))
+        wait = float(parameters.get("wait", 0.0))
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         for _ in range(tries - 1):
             soon = may_hurry and not self._is_slow
-            least = 0.0
+            least_pause = 0.0
             try:
                 return self._once(request, method, path, soon=soon, wait=wait)
-            except FleetAway as away:
-                if not away.passing or (away.silent and not soon):
+            except FleetAway as unreachable:
+                if not unreachable.passing or (unreachable.silent and not soon):
                     raise
-                if away.silent:
+                if unreachable.silent:
                     self._is_late(method, path)
                     continue
             except Refusal as refusal:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # an upload must first ask how much of the file has arrived
-                least = refusal.retry_after or 0.0
-            self._sleep(backoff.next(least))
+                least_pause = refusal.retry_after or 0.0
+            self._sleep(backoff.next(least_pause))
         return self._once(request, method, path, soon=False, wait=wait)
 
     def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
         """`wait`: seconds for which the API itself is asked to wait. It does not extend the limit for sending: a slow API still reads."""
-        prompt = min(PROMPT, self._timeout)
+        prompt_limit = min(PROMPT, self._timeout)
         return httpx2.Timeout(
             self._timeout,
             connect=min(CONNECTED, self._timeout),
-            read=(prompt if soon else self._timeout) + wait,
-            write=prompt,
+            read=(prompt_limit if soon else self._timeout) + wait,
+            write=prompt_limit,
         )
 
     def _is_late(self, method: str, path: str) -> None:
@@ -629,9 +631,9 @@ class FleetClient:
         soon: bool,
         wait: float,
     ) -> httpx2.Response:
-        began = self._clock()
+        started_at = self._clock()
         try:
-            answer = request(timeout=self._limits(soon, wait))
+            response = request(timeout=self._limits(soon, wait))
         except (
             httpx2.InvalidURL,
             ValueError,
@@ -639,10 +641,10 @@ class FleetClient:
             raise UsageError(f"{method} {path[:80]} cannot be sent: {error}.") from error
         except httpx2.TransportError as error:
             raise self._away(method, path, error) from error
-        self._is_slow = self._is_slow and self._clock() - began > PROMPT + wait
-        if not answer.is_success:
-            raise self._refusal(answer)
-        return answer
+        self._is_slow = self._is_slow and self._clock() - started_at > PROMPT + wait
+        if not response.is_success:
+            raise self._refusal(response)
+        return response
 
     def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
         if (untrusted := _not_trusted(error)) is not None:
@@ -659,9 +661,9 @@ class FleetClient:
             silent=isinstance(error, httpx2.TimeoutException),
         )
 
-    def _refusal(self, answer: httpx2.Response) -> Refusal | FleetAway:
+    def _refusal(self, response: httpx2.Response) -> Refusal | FleetAway:
         """The server's refusal, with a hint about the client's key if it is `unauthorised`."""
-        refusal = _refusal(answer)
+        refusal = _refusal(response)
         if isinstance(refusal, FleetAway) or refusal.code != "unauthorised":
             return refusal
         if self._has_key:
@@ -680,46 +682,46 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
     of a mapping, in which `.` is the job's folder itself. Raises UsageError for anything that is neither file nor folder (a pipe may have
     no end), and for two files with the same target path.
     """
-    named = (
-        files.items() if isinstance(files, Mapping) else [(own_name(each), each) for each in files]
+    targets = (
+        files.items() if isinstance(files, Mapping) else [(own_name(file), file) for file in files]
     )
-    found: dict[str, Path] = {}
-    for name, place in named:
-        path = Path(place)
+    files_by_target: dict[str, Path] = {}
+    for name, source in targets:
+        path = Path(source)
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise UsageError(
                 f"{path} is neither a file nor a folder, and cannot travel with a job: write what comes from it into a file."
             )
         below = files_below(path) if path.is_dir() else {"": path}
         top = "" if name == "." and path.is_dir() else name
-        for inner, each in below.items():
+        for inner, file in below.items():
             target = "/".join(filter(None, (top, inner)))
-            there = found.setdefault(target, each)
-            if there is not each and there.resolve() != each.resolve():
+            other_path = files_by_target.setdefault(target, file)
+            if other_path is not file and other_path.resolve() != file.resolve():
                 raise UsageError(
-                    f"{each} and {there} would both be {target} in the job's working folder: give them as a mapping of "
+                    f"{file} and {other_path} would both be {target} in the job's working folder: give them as a mapping of "
                     "the names there, files={'OTHER': …}."
                 )
-    return found
+    return files_by_target
 
 
-def own_name(place: str | Path) -> str:
+def own_name(path: str | Path) -> str:
     """The last part of the absolute path: works for `.` and `..`, and does not resolve links."""
-    return Path(os.path.abspath(place)).name
+    return Path(os.path.abspath(path)).name
 
 
-def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
+def _entries(files: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
     """Hash each file up to its size when opened: a file that is still being written to may have no end."""
-    total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+    progress = Sum(tell, sum(path.stat().st_size for path in files.values()))
     entries: dict[str, FileEntry] = {}
-    for name, path in found.items():
+    for name, path in files.items():
         digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             while piece := file.read(min(PIECE, status.st_size - size)):
                 digest.update(piece)
                 size += len(piece)
-                total.more(f"looking at {name}", len(piece))
+                progress.more(f"looking at {name}", len(piece))
         entries[name] = FileEntry(digest.hexdigest(), status.st_mode & 0o777, size)
     return entries
 
@@ -741,14 +743,18 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
+def _refusal(response: httpx2.Response) -> Refusal | FleetAway:
     """The server's refusal; an answer that does not come from a fleet is reported as such."""
     try:
-        problem = Problem.model_validate(answer.json())
+        problem = Problem.model_validate(response.json())
     except ValueError:
         problem = None
     if problem is None or problem.code not in KINDS:
-        words = f"{answer.status_code} from {answer.url}, which is no fleet's answer: {answer.text[:200]}"
-        return FleetAway(words) if answer.status_code in OF_A_PROXY else Refusal("internal", words)
-    errors = [FieldError(field=each.field, message=each.message) for each in problem.errors]
+        description = f"{response.status_code} from {response.url}, which is no fleet's answer: {response.text[:200]}"
+        return (
+            FleetAway(description)
+            if response.status_code in OF_A_PROXY
+            else Refusal("internal", description)
+        )
+    errors = [FieldError(field=error.field, message=error.message) for error in problem.errors]
     return Refusal(problem.code, problem.detail, errors=errors, retry_after=problem.retry_after)

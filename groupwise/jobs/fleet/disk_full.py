@@ -89,4 +89,4 @@ def _space_left(folder: Path) -> str:
 
 def _there(folder: Path) -> Path:
     """The folder, or its nearest ancestor that exists."""
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    return next((path for path in (folder, *folder.parents) if path.exists()), folder)

@@ -200,8 +200,8 @@ class GlobalJobDispatcher:
         async with asyncio.TaskGroup() as group:
             self._group = group
             loops = [
-                group.create_task(self._for_ever(*each), name=each[0])
-                for each in (
+                group.create_task(self._for_ever(*arguments), name=arguments[0])
+                for arguments in (
                     ("renewing", self.renew, rhythm.renew),
                     ("adopting", self.adopt, rhythm.adopt),
                     ("wishes", self.hear_wishes, rhythm.sweep),
@@ -252,11 +252,11 @@ class GlobalJobDispatcher:
 
     async def _guard_lease(self) -> None:
         """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not contact machines."""
-        left = self._mine_until - time.monotonic()
-        if left <= 0 and self._drives:
+        remaining = self._mine_until - time.monotonic()
+        if remaining <= 0 and self._drives:
             log.warning("the lease of %d attempts could not be renewed", len(self._drives))
             await self._drop_everything()
-        await asyncio.sleep(min(max(left, 0.05), 1.0))
+        await asyncio.sleep(min(max(remaining, 0.05), 1.0))
 
     async def adopt(self) -> Sequence[int]:
         """Take over attempts whose leases were not renewed."""
@@ -284,9 +284,9 @@ class GlobalJobDispatcher:
         if self.not_asked != []:
             if self._began is None:
                 self._began = await self._gateway.look(seconds)
-            began, lately = self._began, self._tuning.began is None
+            started_at, lately = self._began, self._tuning.began is None
             self.not_asked = await self._gateway.look(
-                lambda s: records.not_looked_at(s, began, lately=lately)
+                lambda s: records.not_looked_at(s, started_at, lately=lately)
             )
         return not self.not_asked
 
@@ -295,23 +295,23 @@ class GlobalJobDispatcher:
         await self._admit()
         total, lease = 0, self._tuning.rhythm.lease
         while True:
-            asked_at = time.monotonic()
-            found = await self._gateway.commit(
+            requested_at = time.monotonic()
+            result = await self._gateway.commit(
                 "job.claim",
                 lambda s: claim.claim(
                     s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
                 ),
             )
-            self._own([each.epoch for each in found.made], asked_at + lease)
-            total += len(found.made)
-            woken = False
+            self._own([attempt.epoch for attempt in result.made], requested_at + lease)
+            total += len(result.made)
+            has_woken = False
             if (
-                unplaced := found.unplaced
+                unplaced := result.unplaced
             ) is not None:  # marked after claiming: starting jobs must not wait for it
-                woken = await self._gateway.commit(
+                has_woken = await self._gateway.commit(
                     "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
                 )
-            if not (found.again or (found.made and woken)):
+            if not (result.again or (result.made and has_woken)):
                 return total
 
     async def _admit(self) -> None:
@@ -324,22 +324,22 @@ class GlobalJobDispatcher:
 
     async def hear_wishes(self) -> None:
         """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted or answer again."""
-        found, seen = await self._gateway.look(
+        requests, observations = await self._gateway.look(
             lambda s: (
                 records.pending_requests(s, self.owner),
                 records.boot_observations(s, self.owner),
             )
         )
-        for epoch, wish in found.items():
-            if epoch in self._drives and self._wishes.get(epoch) != wish:
+        for epoch, request in requests.items():
+            if epoch in self._drives and self._wishes.get(epoch) != request:
                 self._drives[epoch][0].poke()
-        self._wishes = found
-        for vm_id, (boot, answers) in seen.items():
-            boot_before, answered = self._sightings.get(vm_id, (boot, answers))
-            if boot_before not in (None, boot) or (answers and not answered):
+        self._wishes = requests
+        for vm_id, (boot, answers) in observations.items():
+            boot_before, answered_before = self._sightings.get(vm_id, (boot, answers))
+            if boot_before not in (None, boot) or (answers and not answered_before):
                 self._parts.doubt(vm_id)
                 self._watches.note_answer(vm_id)
-        self._sightings = seen
+        self._sightings = observations
 
     # Driving
 
@@ -376,10 +376,10 @@ class GlobalJobDispatcher:
             log.error("driving epoch %d failed again: %r", epoch, error)
             return
         log.error("driving epoch %d failed", epoch, exc_info=error)
-        why = f"its dispatcher fails over it, and tries again: {error!r}"
+        reason = f"its dispatcher fails over it, and tries again: {error!r}"
         try:
             await self._gateway.commit(
-                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, why)
+                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, reason)
             )
             self._failed.add(epoch)
         except Exception:  # the database itself may be the cause
@@ -451,8 +451,8 @@ class GlobalJobDispatcher:
     async def _reconcile_one(self, machine: Machine) -> None:
         try:
             runner = self._runner(machine)
-            found = (await runner.observe(probe=records.NO_PROBE)).attempts
-            await self._deal_with_strays(machine, runner, found)
+            attempts = (await runner.observe(probe=records.NO_PROBE)).attempts
+            await self._deal_with_strays(machine, runner, attempts)
             if machine.lost:
                 await self._welcome_back(machine, runner)
         except HostError as error:
@@ -463,16 +463,16 @@ class GlobalJobDispatcher:
             log.exception("%s is not reconciled", machine.vm_id)
 
     async def _deal_with_strays(
-        self, machine: Machine, runner: Runner, found: Sequence[MemberState]
+        self, machine: Machine, runner: Runner, attempts: Sequence[MemberState]
     ) -> None:
-        alive = [state for state in found if state.lives or state.may_begin]
+        alive = [state for state in attempts if state.lives or state.may_begin]
         if not alive:
             return
         jobs = {state.job for state in alive}
         known = await self._gateway.look(lambda s: records.known_jobs(s, machine.vm_id, jobs))
         for state in alive:
-            reading, left = Reading(state.state), state.survivors or 0
-            match stray(state.epoch, reading, known.get(state.job), left):
+            reading, survivors = Reading(state.state), state.survivors or 0
+            match stray(state.epoch, reading, known.get(state.job), survivors):
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await _end(runner, state)
@@ -506,17 +506,17 @@ class GlobalJobDispatcher:
     async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
         """A machine that was declared lost answers. It is used again only once none of its given-up attempts runs or can start there."""
         vm_id = machine.vm_id
-        left = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
-        for member in left:
+        members = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
+        for member in members:
             job, epoch, rank = member.job_id, member.epoch, member.rank
             state = await runner.void(job, epoch)
             if state.state in MAY_HAVE_LEFT_PROCESSES:
                 await runner.kill(job, epoch, grace=0.0)
-            found = await runner.release(
+            release = await runner.release(
                 job, epoch, gpus=member.gpus, share_mb=member.share_mb,
                 idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
             )  # fmt: skip
-            if found.clean:
+            if release.clean:
                 await self._gateway.commit(
                     "stray.left_nothing", partial(records.left_nothing, epoch=epoch, rank=rank)
                 )

@@ -147,19 +147,19 @@ def _database(database: Database, add: OnFinding) -> bool:
             )
         )
         return False
-    began = time.monotonic()
-    theirs = database.read(seconds)
-    took = time.monotonic() - began
-    off = theirs - time.time()
+    started_at = time.monotonic()
+    database_time = database.read(seconds)
+    took = time.monotonic() - started_at
+    offset = database_time - time.time()
     add(Finding("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
     add(
         Finding(
             "clocks",
-            "ok" if abs(off) <= CLOCK_SECONDS else "warning",
-            f"the database's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's",
+            "ok" if abs(offset) <= CLOCK_SECONDS else "warning",
+            f"the database's clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this machine's",
             "times in logs and lists do not fit together; leases and retries go by the database's alone",
             "set the clocks by NTP",
-            {"seconds": off},
+            {"seconds": offset},
         )
     )
     return True
@@ -167,16 +167,16 @@ def _database(database: Database, add: OnFinding) -> bool:
 
 def _own_disk(place: FleetPlace) -> Finding:
     """Check the disk that receives logs, checkpoints and artefacts of all jobs."""
-    left = shutil.disk_usage(place.folder).free
-    free = left // 1_000_000
-    full: Level = "problem" if left < status.LEAST_FREE else "warning"
+    free_bytes = shutil.disk_usage(place.folder).free
+    free_mb = free_bytes // 1_000_000
+    low_level: Level = "problem" if free_bytes < status.LEAST_FREE else "warning"
     return Finding(
         "own disk",
-        "ok" if free >= LEAST_DISK_MB else full,
-        f"{byte_size(left)} free in {place.folder}",
+        "ok" if free_mb >= LEAST_DISK_MB else low_level,
+        f"{byte_size(free_bytes)} free in {place.folder}",
         "once it is full no job can end, since what it has made cannot be kept",
         "make room there, or `groupwise fleet remove`",
-        {"free_mb": free},
+        {"free_mb": free_mb},
     )
 
 
@@ -184,20 +184,21 @@ def _keys(database: Database, add: OnFinding) -> None:
     """Check that keys bound to projects cannot reach beyond them."""
 
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
-        bound = keys.bound_submitters(session)
-        projects = {name for names in bound.values() for name in names}
-        return bound, keys.where_as_us(session, projects) if bound else []
+        submitters = keys.bound_submitters(session)
+        projects = {name for names in submitters.values() for name in names}
+        return submitters, keys.where_as_us(session, projects) if submitters else []
 
-    bound, where = database.read(look)
-    if where:
+    submitters, vm_ids = database.read(look)
+    if vm_ids:
         add(
             Finding(
                 "keys",
                 "warning",
-                f"jobs of {', '.join(bound)} may run on {', '.join(where)}",
+                f"jobs of {', '.join(submitters)} may run on {', '.join(vm_ids)}",
                 "they run there as the user of the fleet itself, and can read and change its keys, its secrets and what others have",
-                f"`groupwise fleet vm set {where[0]} --project P` keeps it for project P, `vm remove {where[0]}` takes it out of the fleet",
-                {"keys": list(bound), "machines": where},
+                f"`groupwise fleet vm set {vm_ids[0]} --project P` keeps it for project P, `vm remove {vm_ids[0]}` takes it out of the "
+                "fleet",
+                {"keys": list(submitters), "machines": vm_ids},
             )
         )
 
@@ -227,14 +228,18 @@ def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
 def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
     """The address as users see it → the whole address, or None if it is unknown here. A running fleet may have been started with options;
     if none runs, the settings apply."""
-    own = place.nats_url
-    whole = {} if own is None else {access_from(own, os.environ).shown: own}
-    facts = [each["facts"] for each in database.read(status.processes) if each["alive"]]
-    reported = [each[NATS] for each in facts if NATS in each]
+    own_url = place.nats_url
+    known_urls = {} if own_url is None else {access_from(own_url, os.environ).shown: own_url}
+    process_facts = [
+        process["facts"] for process in database.read(status.processes) if process["alive"]
+    ]
+    reported = [server[NATS] for server in process_facts if NATS in server]
     if not reported:
-        return dict(whole)
-    used = {each["url"]: each["url"] if each["whole"] else None for each in reported if each}
-    return {visible_url: whole.get(visible_url, url) for visible_url, url in used.items()}
+        return dict(known_urls)
+    used = {
+        server["url"]: server["url"] if server["whole"] else None for server in reported if server
+    }
+    return {visible_url: known_urls.get(visible_url, url) for visible_url, url in used.items()}
 
 
 def _nats_at(visible_url: str, url: str) -> Finding:
@@ -248,13 +253,13 @@ def _nats_at(visible_url: str, url: str) -> Finding:
             "no job is lost by it: dispatchers look into the database every few seconds. There is no news of finished jobs there",
             "start it, or set nats_url to another address, or to off",
         )
-    numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
-    old = numbers < LEAST_NATS
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    is_old = numbers < LEAST_NATS
     return Finding(
         "NATS",
-        "warning" if old else "ok",
+        "warning" if is_old else "ok",
         f"{visible_url}, version {version}",
-        "this release has known holes" if old else "",
+        "this release has known holes" if is_old else "",
         f"use {'.'.join(map(str, LEAST_NATS))} or newer",
         {"version": version},
     )
@@ -270,7 +275,7 @@ async def _nats_version(url: str) -> str:
 
     async with asyncio.timeout(NATS_SECONDS):
         await client.connect(
-            servers=[one.strip() for one in url.split(",")],
+            servers=[address.strip() for address in url.split(",")],
             allow_reconnect=False,
             connect_timeout=int(NATS_SECONDS),
             error_cb=quiet,
@@ -286,28 +291,28 @@ async def _nats_version(url: str) -> str:
 
 
 def _roles(database: Database, add: OnFinding) -> None:
-    known = database.read(status.processes)
+    processes = database.read(status.processes)
     missing = database.read(status.missing_roles)
-    for each in known:
-        name = each["role"]
-        where = f"process {each['pid']} on {each['host']}"
-        crashes = each["facts"].get("crashes", 0)
-        if not each["alive"] and is_gone(each["pid"], each["facts"]):
+    for process in processes:
+        name = process["role"]
+        location = f"process {process['pid']} on {process['host']}"
+        crashes = process["facts"].get("crashes", 0)
+        if not process["alive"] and is_gone(process["pid"], process["facts"]):
             if name in missing:
                 add(
                     Finding(
                         name,
                         "problem",
-                        f"{where} has ended without a word, and no other process has the role",
+                        f"{location} has ended without a word, and no other process has the role",
                         remedy=f"`groupwise fleet {name}` starts another",
                     )
                 )
-        elif not each["alive"]:
+        elif not process["alive"]:
             add(
                 Finding(
                     name,
                     "warning" if name not in missing else "problem",
-                    f"{where} has been silent for {each['silent_seconds']:.0f} s",
+                    f"{location} has been silent for {process['silent_seconds']:.0f} s",
                     "it was killed, it hangs, or it cannot reach the database",
                     f"look whether it is there; `groupwise fleet {name}` starts another",
                 )
@@ -317,15 +322,15 @@ def _roles(database: Database, add: OnFinding) -> None:
                 Finding(
                     name,
                     "problem",
-                    f"{where} crashed {crashes} times: {each['facts'].get('last_error')}",
+                    f"{location} crashed {crashes} times: {process['facts'].get('last_error')}",
                     "it is restarted each time, and does its work badly or not at all",
                     "its log has the whole story",
                 )
             )
         else:
-            add(Finding(name, "ok", where))
+            add(Finding(name, "ok", location))
     for role in missing:
-        if role not in {each["role"] for each in known}:
+        if role not in {process["role"] for process in processes}:
             add(
                 Finding(
                     role,
@@ -338,8 +343,8 @@ def _roles(database: Database, add: OnFinding) -> None:
 
 def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
     covered = {"role_missing", "untrusted", "unreachable", "degraded"}
-    asks = Actor("doctor")
-    for alarm in database.read(lambda s: list(status.alarms(s, asks, place.growing))):
+    actor = Actor("doctor")
+    for alarm in database.read(lambda s: list(status.alarms(s, actor, place.growing))):
         if alarm["kind"] not in covered:
             add(Finding(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
 
@@ -357,19 +362,21 @@ def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) ->
     names = {machine.vm_id for machine in machines}
     for name in only or ():
         if name not in names:
-            there = ", ".join(sorted(names)) or "none"
-            add(Finding(name, "problem", f"there is no such machine; there are: {there}"))
+            known_names = ", ".join(sorted(names)) or "none"
+            add(Finding(name, "problem", f"there is no such machine; there are: {known_names}"))
     if not machines:
         add(Finding("machines", "problem", "there are none", remedy="`groupwise fleet vm add`"))
-    places = asyncio.Semaphore(MACHINES_AT_ONCE)
+    slots = asyncio.Semaphore(MACHINES_AT_ONCE)
 
     async def examine_one(machine: Machine) -> list[Finding]:
-        async with places:
+        async with slots:
             return await _look_at(machine, gpus[machine.vm_id])
 
     async def examine_all() -> None:
-        chosen = [each for each in machines if only is None or each.vm_id in only]
-        for task in [asyncio.create_task(examine_one(machine)) for machine in chosen]:
+        chosen_machines = [
+            candidate for candidate in machines if only is None or candidate.vm_id in only
+        ]
+        for task in [asyncio.create_task(examine_one(machine)) for machine in chosen_machines]:
             for finding in await task:
                 add(finding)
 
@@ -425,29 +432,31 @@ async def _of_elastic(
 ) -> list[Finding]:
     """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
     environment of jobs, but not where they run."""
-    _, found = await _answers(name, runner)
-    about = f"{name} {engine.title}"
+    _, findings = await _answers(name, runner)
+    subject = f"{name} {engine.title}"
     if door is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
-        return [*found, Finding(about, "problem", str(engine.problem), remedy=remedy)]
+        return [*findings, Finding(subject, "problem", str(engine.problem), remedy=remedy)]
     request = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
     try:
-        says = await door.try_options(request.options)
+        dry_run = await door.try_options(request.options)
     except HostError as error:
         remedy = f"see that it runs, and that `vm show {name}` has the right options"
-        return [*found, Finding(about, "problem", str(error), "no job begins there", remedy)]
-    found.append(Finding(about, "ok", f"{engine.said.slots} places for jobs; it would: {says}"))
-    return [*found, *await _tiny_command(name, runner, 0)]
+        return [*findings, Finding(subject, "problem", str(error), "no job begins there", remedy)]
+    findings.append(
+        Finding(subject, "ok", f"{engine.said.slots} places for jobs; it would: {dry_run}")
+    )
+    return [*findings, *await _tiny_command(name, runner, 0)]
 
 
 async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
     """The first checks, which every machine gets."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     hello = await runner.hello()
-    took = time.monotonic() - began
+    took = time.monotonic() - started_at
     answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
-    seen = Finding(name, "ok", answers, data={"seconds": took})
-    numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
+    finding = Finding(name, "ok", answers, data={"seconds": took})
+    numbers = tuple(int(part) for part in re.findall(r"\d+", hello.python)[:2])
     python = Finding(
         f"{name} python",
         "ok" if numbers >= LEAST_PYTHON else "problem",
@@ -455,14 +464,14 @@ async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
         "the runner needs 3.8 or newer",
         "install a newer python3 there",
     )
-    return hello, [seen, python, _disk(name, hello)]
+    return hello, [finding, python, _disk(name, hello)]
 
 
 async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
-    hello, found = await _answers(name, runner)
+    hello, findings = await _answers(name, runner)
     if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
-        found.append(
+        findings.append(
             Finding(
                 f"{name} work folder",
                 "problem",
@@ -472,10 +481,10 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
             )
         )
     observed = await runner.observe(probe=machine.probe)
-    found.append(_gpus(name, observed, known_gpus))
-    sound = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
-    found += await _tiny_command(name, runner, sound if known_gpus else 0)
-    return found
+    findings.append(_gpus(name, observed, known_gpus))
+    healthy_gpus = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
+    findings += await _tiny_command(name, runner, healthy_gpus if known_gpus else 0)
+    return findings
 
 
 def _disk(name: str, hello: Hello) -> Finding:
@@ -493,12 +502,12 @@ def _disk(name: str, hello: Hello) -> Finding:
 
 
 def _gpus(name: str, observed: Observation, known: int) -> Finding:
-    about = f"{name} GPUs"
+    subject = f"{name} GPUs"
     probe = observed.probe
     if probe.status == ProbeStatus.ABSENT:
         level: Level = "problem" if known else "ok"
         return Finding(
-            about,
+            subject,
             level,
             "there is no nvidia-smi"
             + (f", but the fleet knows {known} GPUs of it" if known else ": no GPUs"),
@@ -506,23 +515,23 @@ def _gpus(name: str, observed: Observation, known: int) -> Finding:
         )
     if probe.status != ProbeStatus.OK:
         return Finding(
-            about,
+            subject,
             "problem",
             f"nvidia-smi {probe.status}",
             "nothing new is placed there",
             "run nvidia-smi there",
         )
-    ill = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
-    if ill:
+    problems = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
+    if problems:
         return Finding(
-            about,
+            subject,
             "warning",
-            "; ".join(ill),
+            "; ".join(problems),
             "these GPUs get no job",
             "look at them with nvidia-smi",
         )
     models = sorted({gpu.model or "?" for gpu in observed.gpus})
-    return Finding(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
+    return Finding(subject, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
 
 
 async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
@@ -534,18 +543,20 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
         checkpoints=(),
         limits=Limits(time_seconds=PROBE_TIMEOUT, grace_seconds=1.0),
     )
-    began = time.monotonic()
+    started_at = time.monotonic()
     try:
         state = await runner.launch(Launch(job, 1, spec))
         alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
-        while state.state in alive and time.monotonic() - began < PROBE_TIMEOUT:
+        while state.state in alive and time.monotonic() - started_at < PROBE_TIMEOUT:
             known = Known(state.state, state.log_size, clock=state.clock)
-            for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
-                state = each
+            for new_state in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
+                state = new_state
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
         await _forget(runner, job)
-    return _findings_of_machine(name, runner.python, state, text, time.monotonic() - began, gpus)
+    return _findings_of_machine(
+        name, runner.python, state, text, time.monotonic() - started_at, gpus
+    )
 
 
 async def _forget(runner: Runner, job: str) -> None:
@@ -560,41 +571,41 @@ def _findings_of_machine(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
 ) -> list[Finding]:
     """Findings from the tiny command's end and its last line."""
-    about = f"{name} jobs"
+    subject = f"{name} jobs"
     prepare = f"`groupwise fleet vm prepare {name}`"
     if state.refused is not None:
-        why = f"the runner refused a tiny job: {state.refused.message}"
-        remedy = f"{prepare} makes an environment for them" if "program" in why else ""
-        return [Finding(about, "problem", why, "jobs of this machine would all fail", remedy)]
+        reason = f"the runner refused a tiny job: {state.refused.message}"
+        remedy = f"{prepare} makes an environment for them" if "program" in reason else ""
+        return [Finding(subject, "problem", reason, "jobs of this machine would all fail", remedy)]
     if state.exit is None:
         return [
             Finding(
-                about,
+                subject,
                 "problem",
                 f"a tiny job did not end within {PROBE_TIMEOUT:.0f} s: it is {state.state}",
             )
         ]
     if state.exit.code != 0:
-        why = state.exit.message or text or f"exit code {state.exit.code}"
+        reason = state.exit.message or text or f"exit code {state.exit.code}"
         return [
             Finding(
-                about,
+                subject,
                 "problem",
-                f"{python} cannot be run there: {why.splitlines()[-1]}",
+                f"{python} cannot be run there: {reason.splitlines()[-1]}",
                 "jobs of this machine would all fail",
                 f"{prepare} makes an environment; `groupwise fleet vm set {name} --python PATH` names one that is there",
             )
         ]
-    said = _last_line(text)
-    found = [
+    output = _last_line(text)
+    findings = [
         Finding(
-            about, "ok", f"a tiny job ran in {took:.1f} s with Python {said.get('python', '?')}"
+            subject, "ok", f"a tiny job ran in {took:.1f} s with Python {output.get('python', '?')}"
         )
     ]
-    found.append(_environment(name, python, said))
-    if "groupwise" in said:
-        found.append(_torch(name, said, gpus))
-    return found
+    findings.append(_environment(name, python, output))
+    if "groupwise" in output:
+        findings.append(_torch(name, output, gpus))
+    return findings
 
 
 def _last_line(text: str) -> dict[str, Any]:
@@ -607,41 +618,45 @@ def _last_line(text: str) -> dict[str, Any]:
 
 def _environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
     """Check that its groupwise is the one installed here."""
-    about, there, here = f"{name} environment", report.get("groupwise"), packing.version()
+    subject, there_version, own_version = (
+        f"{name} environment",
+        report.get("groupwise"),
+        packing.version(),
+    )
     remedy = f"`groupwise fleet vm prepare {name}`"
     if "why" in report:
         return Finding(
-            about,
+            subject,
             "problem",
             f"{python} has groupwise, and it cannot be imported: {report['why']}",
             "jobs of the training kinds (GRPO, SFT, EVAL) fail there",
             f"{remedy} makes an environment in which it can",
         )
-    if there is None:
+    if there_version is None:
         return Finding(
-            about,
+            subject,
             "warning",
             f"{python} has no groupwise",
             "commands run there, training kinds (GRPO, SFT, EVAL) do not",
             f"{remedy} makes an environment that has it",
         )
-    if there != here:
+    if there_version != own_version:
         return Finding(
-            about,
+            subject,
             "warning",
-            f"{python} has groupwise {there}; here it is {here}",
+            f"{python} has groupwise {there_version}; here it is {own_version}",
             "jobs there do what that release does",
             f"{remedy} gives it this one",
         )
     if report.get("wheel") not in (None, _packed_here()):
         return Finding(
-            about,
+            subject,
             "warning",
-            f"{python} has groupwise {there}, packed from other code than is here now",
+            f"{python} has groupwise {there_version}, packed from other code than is here now",
             "jobs there do what that code does",
             f"{remedy} gives it this one",
         )
-    return Finding(about, "ok", f"{python} has groupwise {there}, as here")
+    return Finding(subject, "ok", f"{python} has groupwise {there_version}, as here")
 
 
 @functools.cache
@@ -655,42 +670,42 @@ def _packed_here() -> str | None:
 
 def _torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
     """Check that torch is installed, and sees the GPUs."""
-    about, torch = f"{name} torch", report.get("torch")
+    subject, torch = f"{name} torch", report.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"
     if torch is None:
         return Finding(
-            about,
+            subject,
             "warning",
             "there is none",
             "training kinds (GRPO, SFT, EVAL) do not run there",
             f"{prepare} brings it",
         )
     if not gpus:
-        return Finding(about, "ok", f"torch {torch}")
-    sees, build, why = report.get("gpus"), report.get("build"), report.get("torch_why")
-    if sees is None:
+        return Finding(subject, "ok", f"torch {torch}")
+    visible_gpus, build, reason = report.get("gpus"), report.get("build"), report.get("torch_why")
+    if visible_gpus is None:
         return Finding(
-            about,
+            subject,
             "problem",
-            f"torch {torch} cannot be imported: {why}",
+            f"torch {torch} cannot be imported: {reason}",
             "training kinds (GRPO, SFT, EVAL) fail there",
             prepare,
         )
     if build is None:
         return Finding(
-            about,
+            subject,
             "problem",
             f"torch {torch} is a build for processors alone, and the machine has {gpus} GPUs",
             "jobs get GPUs and do not use them",
             f"{prepare} from an index that has the CUDA build (--index-url https://pypi.org/simple)",
         )
-    if sees < gpus:
+    if visible_gpus < gpus:
         return Finding(
-            about,
+            subject,
             "problem",
-            f"torch {torch} for CUDA {build} sees {sees} of {gpus} GPUs"
-            + (f": {why}" if why else ""),
+            f"torch {torch} for CUDA {build} sees {visible_gpus} of {gpus} GPUs"
+            + (f": {reason}" if reason else ""),
             "jobs that get the others fail, or use none",
             f"a driver that is too old wants an older build ({prepare} --index-url …); else look at nvidia-smi there",
         )
-    return Finding(about, "ok", f"torch {torch} for CUDA {build} sees {sees} GPUs")
+    return Finding(subject, "ok", f"torch {torch} for CUDA {build} sees {visible_gpus} GPUs")

@@ -60,8 +60,8 @@ class Newsreader:
     async def _tell(self) -> None:
         self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
         for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
-            new = await self._read(_not_looked_at)
-            if not new:
+            unobserved = await self._read(_not_looked_at)
+            if not unobserved:
                 break
             await asyncio.sleep(LOOK_SECONDS)
         for line in await self._read(_greeting):
@@ -97,8 +97,8 @@ class Newsreader:
             position = event.event_id
             text = _text(session, event)
             if text is not None:
-                at = time.strftime("%H:%M:%S", time.localtime(event.at))
-                lines.append(f"{at}  {shorten(one_line(text), LONGEST)}")
+                time_of_day = time.strftime("%H:%M:%S", time.localtime(event.at))
+                lines.append(f"{time_of_day}  {shorten(one_line(text), LONGEST)}")
         return lines, position
 
 
@@ -118,17 +118,15 @@ def _not_looked_at(session: Session) -> int:
 
 
 def _greeting(session: Session) -> list[str]:
-    found = status.overview(session, Actor("up"))
-    counted, waiting = found["machines"], found["jobs"]
-    lines = [_machines(session, counted)]
-    under_way = [
-        f"{waiting[name]} {name}" for name in ("running", "queued", "pending") if waiting[name]
-    ]
-    if under_way:
-        lines.append(f"Jobs: {', '.join(under_way)}.")
+    overview = status.overview(session, Actor("up"))
+    machines, jobs = overview["machines"], overview["jobs"]
+    lines = [_machines(session, machines)]
+    job_counts = [f"{jobs[name]} {name}" for name in ("running", "queued", "pending") if jobs[name]]
+    if job_counts:
+        lines.append(f"Jobs: {', '.join(job_counts)}.")
     lines += [
         f"! {alarm['message']}: {alarm['remedy']}"
-        for alarm in found["alarms"]
+        for alarm in overview["alarms"]
         if alarm["kind"] != "role_missing"
     ]
     lines.append("Ready. In another terminal:")
@@ -138,20 +136,20 @@ def _greeting(session: Session) -> list[str]:
     return lines
 
 
-def _machines(session: Session, counted: Mapping[str, Any]) -> str:
-    if counted["total"] != 1:
-        gpus = f", {counted['gpus']} GPUs" if counted["gpus"] else ""
-        return f"{counted['ready']} of {counted['total']} machines are ready{gpus}."
+def _machines(session: Session, counts: Mapping[str, Any]) -> str:
+    if counts["total"] != 1:
+        gpus = f", {counts['gpus']} GPUs" if counts["gpus"] else ""
+        return f"{counts['ready']} of {counts['total']} machines are ready{gpus}."
     vm = session.scalars(select(VM).where(VM.active)).one()
     if vm.engine is not None:
         return f"One machine, {vm.vm_id}, behind which {vm.engine.get('name')} begins jobs."
     facts = vm.facts
     ram = facts.get("ram_mb")
-    has = [f"{facts.get('cpus') or '?'} CPUs"]
+    resources = [f"{facts.get('cpus') or '?'} CPUs"]
     if ram:
-        has.append(f"{ram / 1000:.0f} GB")
-    has.append(f"{counted['gpus']} GPUs" if counted["gpus"] else _without_gpus(vm.cpu_slots))
-    return f"One machine, {vm.vm_id}: {', '.join(has)}."
+        resources.append(f"{ram / 1000:.0f} GB")
+    resources.append(f"{counts['gpus']} GPUs" if counts["gpus"] else _without_gpus(vm.cpu_slots))
+    return f"One machine, {vm.vm_id}: {', '.join(resources)}."
 
 
 def _without_gpus(slots: int | None) -> str:
@@ -180,23 +178,25 @@ def _pending(session: Session, event: Event) -> str:
 
 def _running(session: Session, event: Event) -> str:
     job = session.get(Job, event.job_id)
-    where = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
+    location = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
     gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"
-    return f"{event.job_id} runs{where}{gpu}"
+    return f"{event.job_id} runs{location}{gpu}"
 
 
 def _ended_line(session: Session, event: Event) -> str:
-    what = event.kind.removeprefix("job.")
+    outcome = event.kind.removeprefix("job.")
     reason = (event.detail or {}).get("reason")
-    return f"{event.job_id} {what}" + (f": {reason}" if reason and what != "completed" else "")
+    return f"{event.job_id} {outcome}" + (
+        f": {reason}" if reason and outcome != "completed" else ""
+    )
 
 
 def _again(session: Session, event: Event) -> str | None:
     if (event.before or {}).get("status") != "running":
         return None
     detail = event.detail or {}
-    why = detail.get("failure_class") or "failed"
-    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({why})"
+    cause = detail.get("failure_class") or "failed"
+    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({cause})"
 
 
 def _steps_back(session: Session, event: Event) -> str:
@@ -210,14 +210,14 @@ def _not_mirrored(session: Session, event: Event) -> str:
 
 def _reachable(session: Session, event: Event) -> str | None:
     """Only a machine that was unreachable is reported: a new machine is expected to answer."""
-    was = (event.before or {}).get("contact")
-    return f"{event.vm_id} answers again" if was == Contact.UNREACHABLE else None
+    previous_contact = (event.before or {}).get("contact")
+    return f"{event.vm_id} answers again" if previous_contact == Contact.UNREACHABLE else None
 
 
 def _plain(session: Session, event: Event) -> str:
-    who = event.vm_id or event.job_id or ""
-    word = event.kind.partition(".")[2].replace("_", " ")
-    return f"{who} {word}"
+    subject = event.vm_id or event.job_id or ""
+    action = event.kind.partition(".")[2].replace("_", " ")
+    return f"{subject} {action}"
 
 
 def _of_gpu(session: Session, event: Event) -> str:

@@ -79,8 +79,10 @@ class LocalFleet(FleetClient):
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Add a machine: the fields of `verbs.machines.NewMachine`, including `transport` and `seen_host_key`."""
-        new = machines.NewMachine(**machine)
-        return self.database.run(lambda session: machines.add(session, Actor(self.user), new))
+        new_machine = machines.NewMachine(**machine)
+        return self.database.run(
+            lambda session: machines.add(session, Actor(self.user), new_machine)
+        )
 
     def upload(
         self,
@@ -89,10 +91,10 @@ class LocalFleet(FleetClient):
         tell: Tell = tell_nobody,
     ) -> dict[str, list[Any]]:
         """See `FleetClient.upload`. Files of this machine are read once, and copied while they are hashed."""
-        found = named_files(files)
-        total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+        local_files = named_files(files)
+        progress = Sum(tell, sum(path.stat().st_size for path in local_files.values()))
         entries = BlobStore(self.place.blobs).put_files(
-            found, lambda name, count: total.more(f"copying {name}", count)
+            local_files, lambda name, count: progress.more(f"copying {name}", count)
         )
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 

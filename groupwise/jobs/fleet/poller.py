@@ -153,14 +153,14 @@ class Poller:
 
     async def run(self) -> None:
         """Poll machines when they are due, until cancelled."""
-        listing = asyncio.create_task(self._keep_listing())
+        listing_task = asyncio.create_task(self._keep_listing())
         try:
             while True:
                 now = self._clock.now()
                 while self._queue and self._queue[0][0] <= now:
-                    due, vm_id = heapq.heappop(self._queue)
+                    due_at, vm_id = heapq.heappop(self._queue)
                     watched = self._watched.get(vm_id)
-                    if watched is not None and watched.due == due:
+                    if watched is not None and watched.due == due_at:
                         assert watched.look is None, (
                             "the next look is due only after the last has ended"
                         )
@@ -172,45 +172,47 @@ class Poller:
                 else:
                     await asyncio.sleep(0)
         finally:
-            await cancel_and_wait(listing)
-            await asyncio.gather(*(self._let_go(each) for each in self._watched.values()))
+            await cancel_and_wait(listing_task)
+            await asyncio.gather(*(self._let_go(watched) for watched in self._watched.values()))
 
     # --- which machines ---------------------------------------------------------------------------
 
     async def _keep_listing(self) -> None:
-        first = True
+        is_first = True
         while True:
             try:
-                before = self._clock.now()
-                now, machines, barred = await self._database.read_in_thread(
+                read_started = self._clock.now()
+                now, machines, barred_ids = await self._database.read_in_thread(
                     lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
                 )
-                self._ahead = now - (before + self._clock.now()) / 2
-                await self._take_list(machines, first)
+                self._ahead = now - (read_started + self._clock.now()) / 2
+                await self._take_list(machines, is_first)
                 for vm_id, watched in self._watched.items():
-                    watched.barred = vm_id in barred
-                first, self._complained = False, False
+                    watched.barred = vm_id in barred_ids
+                is_first, self._complained = False, False
             except RunError as error:
                 self._complain(error)
             except Exception:  # one failed read of the list must not be the last
                 logger.exception("the list of machines cannot be read")
             await self._clock.pause(self._pace.listed, self._never)
 
-    async def _take_list(self, machines: list[Machine], first: bool) -> None:
+    async def _take_list(self, machines: list[Machine], is_first: bool) -> None:
         """Take over a new list of machines. New ones are polled at once; at start-up they are spread out, lest all connect together."""
-        listed = {machine.vm_id: machine for machine in machines}
-        over = min(self._pace.interval, self._pace.spread * len(listed)) if first else 0.0
-        for vm_id in self._watched.keys() - listed.keys():
+        machines_by_id = {machine.vm_id: machine for machine in machines}
+        spread = (
+            min(self._pace.interval, self._pace.spread * len(machines_by_id)) if is_first else 0.0
+        )
+        for vm_id in self._watched.keys() - machines_by_id.keys():
             await self._let_go(self._watched.pop(vm_id))
-        for vm_id, machine in listed.items():
+        for vm_id, machine in machines_by_id.items():
             watched = self._watched.get(vm_id)
             if watched is None:
                 self._watched[vm_id] = watched = _Watched(machine, 0.0)
-                self._due_in(watched, self._chance.uniform(0.0, over))
+                self._due_in(watched, self._chance.uniform(0.0, spread))
             elif watched.machine != machine:
-                same = same_way(watched.machine, machine)
+                is_same_route = same_way(watched.machine, machine)
                 watched.machine = machine
-                if not same:
+                if not is_same_route:
                     await self._let_go(watched)
                     watched.misses, watched.answered = 0, False
                     self._due_in(watched, 0.0)
@@ -239,9 +241,9 @@ class Poller:
 
     async def _look(self, watched: _Watched) -> None:
         async with self._places[watched.answered]:
-            began = self._clock.now()
+            started_at = self._clock.now()
             if watched.answered:
-                self.lags.append(began - watched.due)
+                self.lags.append(started_at - watched.due)
             try:
                 watched.answered = await self._look_now(watched)
                 self._complained = False
@@ -253,7 +255,7 @@ class Poller:
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
-            self._due_in(watched, max(began + pause - self._clock.now(), self._pace.least))
+            self._due_in(watched, max(started_at + pause - self._clock.now(), self._pace.least))
 
     async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
         """Record the error as a missed poll: the author of the row then sees it there."""
@@ -299,7 +301,7 @@ class Poller:
             watched.host = self._reach(machine)
         runner, door = runner_of(machine, watched.host), door_of(machine, watched.host)
         try:
-            seen = await runner.observe(
+            observed = await runner.observe(
                 probe=machine.probe, probe_timeout=pace.probe, timeout=pace.answer
             )
             if door is not None:
@@ -316,7 +318,7 @@ class Poller:
         else:
             await self._database.in_thread(
                 lambda s: observation.apply(
-                    s, machine.vm_id, asked_at, seen, look_seconds=pace.interval
+                    s, machine.vm_id, asked_at, observed, look_seconds=pace.interval
                 )
             )
 

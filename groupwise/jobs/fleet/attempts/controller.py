@@ -344,10 +344,10 @@ class Drive:
         return await self._note_contact(row)
 
     async def _read(self) -> Snapshot:
-        found = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
-        if found is None:
+        snapshot = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
+        if snapshot is None:
             raise Stale(f"epoch {self.epoch} is not {self._deps.owner}'s")
-        return found
+        return snapshot
 
     def _monitor(self, row: Snapshot, member: MemberRow) -> _MemberMonitor:
         """The monitor of a member, which also listens to the watch of its machine."""
@@ -419,11 +419,11 @@ class Drive:
         for member in row.members:
             if (monitor := self._monitors.get(member.rank)) is None:
                 continue
-            hearing = (
+            is_hearing = (
                 monitor.reachable and monitor.last is not None and monitor.last.state in CHANGEABLE
             )
-            if hearing != monitor.hearing:
-                monitor.hearing = hearing
+            if is_hearing != monitor.hearing:
+                monitor.hearing = is_hearing
                 if monitor.watch is not None:
                     monitor.watch.look_again()
         return row
@@ -439,7 +439,7 @@ class Drive:
         )
 
     def _member(self, row: Snapshot, m: MemberRow) -> MemberView:
-        seen = MemberView(
+        member_view = MemberView(
             rank=m.rank,
             vm_id=m.machine.vm_id,
             reading=Reading.UNKNOWN,
@@ -453,18 +453,18 @@ class Drive:
         )
         monitor = self._monitors.get(m.rank)
         if monitor is None:
-            return seen
-        last = monitor.last
-        refused = last.refused if last else None
+            return member_view
+        state = monitor.last
+        refusal = state.refused if state else None
         return replace(
-            seen,
+            member_view,
             reading=monitor.reading,
-            exit=last.exit if last and last.exit else m.exit,
-            refusal=f"{refused.code}: {refused.message}" if refused else monitor.refusal,
-            highest=refused.highest if refused else None,
+            exit=state.exit if state and state.exit else m.exit,
+            refusal=f"{refusal.code}: {refusal.message}" if refusal else monitor.refusal,
+            highest=refusal.highest if refusal else None,
             provided=monitor.provided,
             given=monitor.given,
-            engine_says=last.engine_says if last else "",
+            engine_says=state.engine_says if state else "",
             rejected=monitor.refusal is not None,
             ended=monitor.ended,
             collected=monitor.collected,
@@ -498,22 +498,24 @@ class Drive:
             await self._move(row, effects[0])
             return True
         owner, epoch = self._deps.owner, self.epoch
-        if seen := self._unwritten_states(
+        if unwritten_states := self._unwritten_states(
             row
         ):  # states that machines report and the database does not have yet
 
             def write(session: Any) -> None:
-                for rank, state in seen:
+                for rank, state in unwritten_states:
                     records.record(session, epoch, owner, state, rank)
 
             await self._deps.gateway.commit_of(epoch, "attempt.record", write)
-        before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
+        states_before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
         ranks = dict.fromkeys(e.rank for e in effects if not isinstance(e, Move))
         await _all(
             self._perform_for(row, rank, [e for e in effects if getattr(e, "rank", None) == rank])
             for rank in ranks
         )
-        return before != {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
+        return states_before != {
+            rank: monitor.decision_state for rank, monitor in self._monitors.items()
+        }
 
     async def _perform_for(self, row: Snapshot, rank: int, effects: Sequence[Effect]) -> None:
         """Perform the effects of one member in order."""
@@ -542,7 +544,7 @@ class Drive:
     async def _move(self, row: Snapshot, move: Move) -> None:
         """Write the next state, in one transaction with the readings that led to it."""
         owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
-        seen, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
+        unwritten_states, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
             if move.to is AttemptState.LAUNCHING:
@@ -550,7 +552,7 @@ class Drive:
                 for member in row.members:
                     if (deadman := member.machine.deadman) is not None:
                         records.sending(session, epoch, owner, member.rank, deadman)
-            for rank, state in seen:
+            for rank, state in unwritten_states:
                 records.record(session, epoch, owner, state, rank)
             if ends:
                 ending.end(session, epoch, owner, move, chance)
@@ -581,17 +583,17 @@ class Drive:
         except SecretMissing as error:
             monitor.refusal = f"{refusals.SECRET}: {error}"
             return
-        refused: list[RunnerRefused] = []
+        refusals_received: list[RunnerRefused] = []
 
-        async def tell(runner: Runner, _: MemberRow) -> MemberState:
+        async def launch_member(runner: Runner, _: MemberRow) -> MemberState:
             try:
                 return await runner.launch(await with_machine_time(launch, runner))
             except RunnerRefused as error:
-                refused.append(error)
+                refusals_received.append(error)
                 return await runner.status(row.job_id, row.epoch)
 
-        await self._ask(row, member, tell)
-        for error in refused:
+        await self._ask(row, member, launch_member)
+        for error in refusals_received:
             if error.code == "missing_blobs":
                 monitor.provided = False
             else:
@@ -635,7 +637,7 @@ class Drive:
         """Ask whether the machine still runs or holds anything of the attempt; if not, release its reservations."""
         monitor, machine = self._monitor(row, member), member.machine
         try:
-            found = await self._deps.runner(machine).release(
+            release = await self._deps.runner(machine).release(
                 row.job_id, row.epoch, gpus=member.gpus, share_mb=member.share_mb,
                 idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
             )  # fmt: skip
@@ -645,17 +647,17 @@ class Drive:
         except HostError as error:
             self._silent(monitor, error)
             return
-        monitor.quiet = all(holder.what == "memory" for holder in found.holders)
+        monitor.quiet = all(holder.what == "memory" for holder in release.holders)
         if row.state is not AttemptState.ENDED:
             return
         owner, epoch, rank = self._deps.owner, self.epoch, member.rank
-        if found.clean:
+        if release.clean:
             await self._deps.gateway.commit_of(
                 epoch, "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
             )
             self._news.set()
             return
-        holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in found.holders]
+        holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in release.holders]
         await self._deps.gateway.commit(
             "attempt.leaking", lambda s: records.leaking(s, epoch, owner, rank, holders)
         )
@@ -698,59 +700,63 @@ class Drive:
             fetching.task = self._deps.spawn(fetch)
 
     async def _fetch(
-        self, fetching: _Fetching, there: Have, part: Part, fetch: Callable[[], Awaitable[None]]
+        self,
+        fetching: _Fetching,
+        machine_state: Have,
+        part: Part,
+        fetch: Callable[[], Awaitable[None]],
     ) -> None:
         """Fetch the data that the machine had when the task was created, and note that it has arrived."""
         try:
             await fetch()
-            fetching.here = there
+            fetching.here = machine_state
         except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again in a later round
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
             return
-        if fetching.there != there:
+        if fetching.there != machine_state:
             self._news.set()  # more has arrived there meanwhile, perhaps the last of it
 
     async def _collect(self, row: Snapshot, member: MemberRow) -> None:
         """Fetch the rest of the log, the newest checkpoint and the artefacts."""
         monitor, part = self._monitor(row, member), self._part(row, member)
-        last = monitor.last  # kept, since the machine's watch may reset it meanwhile
-        if last is None:
+        state = monitor.last  # kept, since the machine's watch may reset it meanwhile
+        if state is None:
             return
         try:
             await monitor.log.wait_until_ended()
-            await self._deps.logs.catch_up(part, last.log_size)
+            await self._deps.logs.catch_up(part, state.log_size)
             await monitor.checkpoints.wait_until_ended()
-            if last.checkpoints:
+            if state.checkpoints:
                 await self._deps.checkpoints.mirror(part)
-            found = await self._deps.collector.collect(part)
+            collected = await self._deps.collector.collect(part)
             monitor.problem, monitor.left_out, monitor.collected = (
-                found.problem,
-                found.left_out,
+                collected.problem,
+                collected.left_out,
                 True,
             )
         except RunnerRefused as error:
             monitor.problem, monitor.collected = f"{member.machine.vm_id} refused: {error}", True
         except OutcomeUnknown as error:  # the machine may still answer other requests
-            why = f"{member.machine.vm_id} does not give what it left: {error}"
-            await self._not_taken_in(row, member, why, mendable=True)
+            reason = f"{member.machine.vm_id} does not give what it left: {error}"
+            await self._not_taken_in(row, member, reason, mendable=True)
             await self._ask(row, member, lambda r, _: r.status(row.job_id, row.epoch))
         except HostError as error:
             self._silent(monitor, error)
         except OWN_DISK as error:
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
-            why = f"the control machine could not write: {error}"
+            reason = f"the control machine could not write: {error}"
             # A full or broken disk can be repaired; a name or content that cannot be stored is the job's.
-            ours = isinstance(error, OSError) and error.errno not in JOBS_OWN_ERRNOS
-            await self._not_taken_in(row, member, why, mendable=ours)
+            is_repairable = isinstance(error, OSError) and error.errno not in JOBS_OWN_ERRNOS
+            await self._not_taken_in(row, member, reason, mendable=is_repairable)
         except (Stale, RunError):
             raise
         except Exception as error:  # a job's files must never make it impossible to end it
             log.exception("%s: what it left cannot be taken in", row.key)
-            why = f"the control machine could not take it in: {error!r}"
-            await self._not_taken_in(row, member, why, mendable=False)
+            reason = f"the control machine could not take it in: {error!r}"
+            await self._not_taken_in(row, member, reason, mendable=False)
 
     async def _not_taken_in(
-        self, row: Snapshot, member: MemberRow, why: str, *, mendable: bool
+        self, row: Snapshot, member: MemberRow, reason: str, *, mendable: bool
     ) -> None:
         """Count a failed collection, which is tried again. After MOST_TRIES, if the cause can be repaired (`mendable`), the attempt is
         marked as stuck and an operator alerted, so that nothing that the job made is lost. Otherwise, or once cancelled, it ends without
@@ -760,11 +766,11 @@ class Drive:
         if monitor.tries < MOST_TRIES:
             return
         if not mendable or row.cancel_requested:
-            monitor.problem, monitor.collected = why, True
+            monitor.problem, monitor.collected = reason, True
             return
         owner, epoch = self._deps.owner, self.epoch
         await self._deps.gateway.commit_of(
-            epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, why)
+            epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, reason)
         )
 
     async def _last_of_what_it_left(self, row: Snapshot) -> None:
@@ -776,13 +782,13 @@ class Drive:
             monitor = self._monitors.get(member.rank)
             if monitor is None or monitor.collected or monitor.last is None:
                 continue
-            part, last = self._part(row, member), monitor.last
+            part, state = self._part(row, member), monitor.last
             try:
                 await monitor.log.wait_until_ended()
-                if last.log_size:
-                    await self._deps.logs.catch_up(part, last.log_size)
+                if state.log_size:
+                    await self._deps.logs.catch_up(part, state.log_size)
                 await monitor.checkpoints.wait_until_ended()
-                if last.checkpoints:
+                if state.checkpoints:
                     await self._deps.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:
                 log.info("%s: the end of what it left is lost: %s", row.key, error)

@@ -235,27 +235,33 @@ def _launching(view: View) -> tuple[Effect, ...]:
 
 def _launch_given_up(view: View) -> Move | None:
     """The end of an attempt whose launch must not continue; None: it continues."""
-    ran = any(m.reading in BEGUN for m in view.members)
+    has_run = any(m.reading in BEGUN for m in view.members)
     if gone_members := [m for m in view.members if m.is_gone]:
         return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone_members[0]))
     if view.cancel_requested:
-        outcome = Outcome.CANCELLED if ran else Outcome.VOID
+        outcome = Outcome.CANCELLED if has_run else Outcome.VOID
         return _end(view, outcome, because="cancelled while it was being launched")
-    if lost := [m for m in view.members if m.lost and m.reading not in BEGUN]:
-        outcome = Outcome.FAILED if ran else Outcome.VOID
-        failure = FailureClass.HOST_LOST if ran else None
-        return _end(view, outcome, failure, _gone_because(lost[0]))
-    if refused := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
-        outcome = Outcome.FAILED if ran else Outcome.VOID
-        return _end(view, outcome, *_refused_because(refused[0]), culprit=refused[0])
-    if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
-        if engine_reason := refusals.of_engine(voided[0].refusal):
+    if lost_members := [m for m in view.members if m.lost and m.reading not in BEGUN]:
+        outcome = Outcome.FAILED if has_run else Outcome.VOID
+        failure = FailureClass.HOST_LOST if has_run else None
+        return _end(view, outcome, failure, _gone_because(lost_members[0]))
+    if refusing_members := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
+        outcome = Outcome.FAILED if has_run else Outcome.VOID
+        return _end(
+            view, outcome, *_refused_because(refusing_members[0]), culprit=refusing_members[0]
+        )
+    if voided_members := [m for m in view.members if m.reading is Reading.VOIDED]:
+        if engine_reason := refusals.of_engine(voided_members[0].refusal):
             return _end(
-                view, Outcome.VOID, FailureClass.PREEMPTION, engine_reason, culprit=voided[0]
+                view,
+                Outcome.VOID,
+                FailureClass.PREEMPTION,
+                engine_reason,
+                culprit=voided_members[0],
             )
-        outcome = Outcome.FAILED if ran else Outcome.VOID
-        failure = FailureClass.LAUNCH_FAILURE if ran else None
-        return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
+        outcome = Outcome.FAILED if has_run else Outcome.VOID
+        failure = FailureClass.LAUNCH_FAILURE if has_run else None
+        return _end(view, outcome, failure, f"it had been made void on {voided_members[0].vm_id}")
     return None
 
 
@@ -296,21 +302,21 @@ def _has_failed(member: MemberView) -> bool:
 
 def _lost_while_running(view: View) -> Move:
     """The end of an attempt that ran but has members without an exit record."""
-    missing = [m for m in view.members if m.reading is not Reading.EXITED]
-    gone_members = [m for m in missing if m.is_gone]
-    rebooted = [m for m in missing if m.reading is Reading.REBOOTED]
+    unexited_members = [m for m in view.members if m.reading is not Reading.EXITED]
+    gone_members = [m for m in unexited_members if m.is_gone]
+    rebooted_members = [m for m in unexited_members if m.reading is Reading.REBOOTED]
     if gone_members:
         failure, member = FailureClass.HOST_LOST, gone_members[0]
-    elif rebooted:
-        failure, member = FailureClass.REBOOT, rebooted[0]
+    elif rebooted_members:
+        failure, member = FailureClass.REBOOT, rebooted_members[0]
     else:
-        failure, member = FailureClass.SUPERVISOR_LOST, missing[0]
+        failure, member = FailureClass.SUPERVISOR_LOST, unexited_members[0]
     return _end(view, Outcome.FAILED, failure, _lost_because(member))
 
 
 def _collecting(view: View) -> tuple[Effect, ...]:
-    if waiting := [m for m in view.members if not m.collected and not m.is_gone]:
-        return tuple(Collect(m.rank) for m in waiting if m.reading not in SILENT)
+    if uncollected_members := [m for m in view.members if not m.collected and not m.is_gone]:
+        return tuple(Collect(m.rank) for m in uncollected_members if m.reading not in SILENT)
     end = _result(view)
     if end.outcome is Outcome.CANCELLED:
         return _once_still(view, end)
@@ -393,26 +399,26 @@ def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
 
 def _result(view: View) -> Move:
     """The end of an attempt whose members all left an exit record."""
-    failing = [m for m in view.members if m.exit is None or not has_succeeded(m.exit)]
-    if not failing:
-        if unfetched := [m for m in view.members if not m.collected]:
-            because = (
-                f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
-            )
+    failed_members = [m for m in view.members if m.exit is None or not has_succeeded(m.exit)]
+    if not failed_members:
+        if unfetched_members := [m for m in view.members if not m.collected]:
+            because = f"it succeeded, but {unfetched_members[0].vm_id} was lost before its artefacts were fetched"
             return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
-        if spoilt := [m for m in view.members if m.collection_problem]:
-            because = str(spoilt[0].collection_problem)
+        if problem_members := [m for m in view.members if m.collection_problem]:
+            because = str(problem_members[0].collection_problem)
             return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
         return _end(view, Outcome.SUCCEEDED, because="exit code 0")
-    first = min(failing, key=_cause_order)
-    if first.exit is None:
+    cause = min(failed_members, key=_cause_order)
+    if cause.exit is None:
         return _end(view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record")
-    if view.cancel_requested and first.exit.reason is ExitReason.CANCELLED:
+    if view.cancel_requested and cause.exit.reason is ExitReason.CANCELLED:
         return _end(view, Outcome.CANCELLED, because="cancelled")
-    if first.exit.reason is ExitReason.CANCELLED and (lost := [m for m in view.members if m.lost]):
-        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(lost[0]))
-    found = classify(first.exit, gpu_problems=first.gpu_problems)
-    return _end(view, Outcome.FAILED, found.failure, found.because, culprit=first)
+    if cause.exit.reason is ExitReason.CANCELLED and (
+        lost_members := [m for m in view.members if m.lost]
+    ):
+        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(lost_members[0]))
+    classified = classify(cause.exit, gpu_problems=cause.gpu_problems)
+    return _end(view, Outcome.FAILED, classified.failure, classified.because, culprit=cause)
 
 
 def _cause_order(member: MemberView) -> tuple[bool, float, int]:
@@ -447,25 +453,25 @@ def _at_fault(members: Sequence[MemberView]) -> MemberView:
 
 
 def _evidence(member: MemberView) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    evidence: dict[str, Any] = {
         "rank": member.rank,
         "vm": member.vm_id,
         "reading": str(member.reading),
     }
     if member.refusal:
-        found["refusal"] = member.refusal
+        evidence["refusal"] = member.refusal
     if member.highest is not None:
-        found["highest"] = member.highest
+        evidence["highest"] = member.highest
     if member.lost:
-        found["vm_lost"] = True
+        evidence["vm_lost"] = True
     if member.deadman_over:
-        found["deadman_over"] = True
+        evidence["deadman_over"] = True
     if member.left_out:
-        found["left_out"] = member.left_out
+        evidence["left_out"] = member.left_out
     if member.gpu_problems:
-        found["gpu_problems"] = list(member.gpu_problems)
+        evidence["gpu_problems"] = list(member.gpu_problems)
     if member.exit:
-        found["exit"] = {
+        evidence["exit"] = {
             "code": member.exit.code,
             "signal": member.exit.signal,
             "reason": str(member.exit.reason),
@@ -473,7 +479,7 @@ def _evidence(member: MemberView) -> dict[str, Any]:
             "leftovers": member.exit.leftovers,
             "tail": member.exit.tail[-2000:],
         }
-    return found
+    return evidence
 
 
 def _gone_because(member: MemberView) -> str:

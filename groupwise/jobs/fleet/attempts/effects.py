@@ -68,16 +68,16 @@ class Gateway:
     async def look(self, fn: Callable[[Session], T]) -> T:
         """Read the database. That changes nothing, so it is no effect, but a dead process must not read either."""
         self._alive()
-        found = await self.database.read_in_thread(fn)
+        result = await self.database.read_in_thread(fn)
         self._alive()
-        return found
+        return result
 
     async def look_together(self, reads: Reads[Key, T], key: Key) -> T | None:
         """`look` for a read that many controllers do at the same time; they share transactions."""
         self._alive()
-        found = await reads.look(key)
+        result = await reads.look(key)
         self._alive()
-        return found
+        return result
 
     async def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """Send a request to a machine."""

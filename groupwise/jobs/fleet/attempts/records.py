@@ -170,8 +170,8 @@ def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, 
     reservations = _reservations_held(session, epochs)
     members: dict[int, list[MemberRow]] = {}
     for row in session.execute(_MEMBERS, {"epochs": epochs}):
-        own = reservations.get((row.epoch, row.rank), ())
-        members.setdefault(row.epoch, []).append(_member(row, own))
+        member_reservations = reservations.get((row.epoch, row.rank), ())
+        members.setdefault(row.epoch, []).append(_member(row, member_reservations))
     now = seconds(session)
     return {
         row.epoch: Snapshot(
@@ -247,14 +247,14 @@ _HELD = (
 
 def _reservations_held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
     """Reservations by epoch and rank, including released ones, since a repeated launch must be identical to the first."""
-    held: dict[tuple[int, int], list[Any]] = {}
+    by_member: dict[tuple[int, int], list[Any]] = {}
     for row in session.execute(_HELD, {"epochs": epochs}):
-        held.setdefault((row.epoch, row.rank), []).append(row)
-    return held
+        by_member.setdefault((row.epoch, row.rank), []).append(row)
+    return by_member
 
 
 def _member(row: Any, reservations: Sequence[Any]) -> MemberRow:
-    gpus = [each for each in reservations if each.uuid is not None]
+    gpus = [reservation for reservation in reservations if reservation.uuid is not None]
     first = reservations[0] if reservations else None
     return MemberRow(
         rank=row.rank,
@@ -310,7 +310,7 @@ def names(session: Session) -> list[str]:
 
 def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
     """Users' requests about this owner's open attempts, by epoch: whether it is cancelled, and its machines that were declared lost."""
-    found: dict[int, tuple[bool, tuple[str, ...]]] = {
+    requests: dict[int, tuple[bool, tuple[str, ...]]] = {
         epoch: (cancelled is not None, ())
         for epoch, cancelled in session.execute(
             select(Attempt.epoch, Job.cancel_requested_at)
@@ -325,9 +325,9 @@ def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tupl
         .where(Attempt.owner == owner, _open(), VM.lost_at.is_not(None))
         .order_by(Member.epoch, Member.rank)
     ):
-        cancelled, lost = found.get(epoch, (False, ()))
-        found[epoch] = cancelled, (*lost, vm_id)
-    return found
+        cancelled, lost = requests.get(epoch, (False, ()))
+        requests[epoch] = cancelled, (*lost, vm_id)
+    return requests
 
 
 def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
@@ -344,16 +344,18 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | Non
 
 def known_jobs(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
     """The jobs that a machine reports, as the database knows them."""
-    found: dict[str, Known] = {}
-    here = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
+    known: dict[str, Known] = {}
+    is_on_machine = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
     for job_id, epoch, live in session.execute(
-        select(Attempt.job_id, Attempt.epoch, and_(Attempt.state != AttemptState.ENDED, here))
+        select(
+            Attempt.job_id, Attempt.epoch, and_(Attempt.state != AttemptState.ENDED, is_on_machine)
+        )
         .where(Attempt.job_id.in_(set(jobs)))
         .order_by(Attempt.epoch)
     ):
-        before = found.get(job_id, Known(None, 0))
-        found[job_id] = Known(epoch if live else before.live_epoch, epoch)
-    return found
+        previous = known.get(job_id, Known(None, 0))
+        known[job_id] = Known(epoch if live else previous.live_epoch, epoch)
+    return known
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -380,7 +382,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     since, so it counts as run out.
     """
     now = seconds(session)
-    found = session.scalars(
+    attempts = session.scalars(
         select(Attempt)
         .where(
             _open(),
@@ -390,11 +392,13 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
         .limit(ADOPTED_AT_ONCE)
         .with_for_update(skip_locked=True)
     ).all()
-    for attempt in found:
-        before, attempt.owner = attempt.owner, owner
+    for attempt in attempts:
+        previous_owner, attempt.owner = attempt.owner, owner
         attempt.lease_until = now + lease
-        _tell(session, attempt, owner, "attempt.adopted", {"owner": before}, {"owner": owner})
-    return [attempt.epoch for attempt in found]
+        _tell(
+            session, attempt, owner, "attempt.adopted", {"owner": previous_owner}, {"owner": owner}
+        )
+    return [attempt.epoch for attempt in attempts]
 
 
 def release_ownership(session: Session, owner: str) -> None:
@@ -433,19 +437,21 @@ _JOBS = "groupwise_jobs"
 def lock(session: Session, epochs: Iterable[int], ending: Iterable[int] = ()) -> None:
     """Lock, with one query for each table, the attempts that are about to be written and the jobs of those that end, and read their
     members. `guarded`, `members_of` and `job_of` then use these rows. Call it first in the transaction."""
-    given = {"epochs": sorted(set(epochs))}
-    locked = {each.epoch: each for each in session.scalars(_GUARDED, given)}
+    parameters = {"epochs": sorted(set(epochs))}
+    locked = {attempt.epoch: attempt for attempt in session.scalars(_GUARDED, parameters)}
     session.info[_LOCKED] = locked
-    if ended := [locked[epoch].job_id for epoch in ending if epoch in locked]:
-        jobs = select(Job).where(Job.job_id.in_(ended)).order_by(Job.job_id).with_for_update()
-        session.info[_JOBS] = {each.job_id: each for each in session.scalars(jobs)}
-    of: dict[int, list[Member]] = {epoch: [] for epoch in given["epochs"]}
-    blamed: set[int] = set()
-    for member, failures in session.execute(_WITH_FAILURES, given):
-        of[member.epoch].append(member)
+    if ended_job_ids := [locked[epoch].job_id for epoch in ending if epoch in locked]:
+        jobs = (
+            select(Job).where(Job.job_id.in_(ended_job_ids)).order_by(Job.job_id).with_for_update()
+        )
+        session.info[_JOBS] = {job.job_id: job for job in session.scalars(jobs)}
+    members: dict[int, list[Member]] = {epoch: [] for epoch in parameters["epochs"]}
+    blamed_epochs: set[int] = set()
+    for member, failures in session.execute(_WITH_FAILURES, parameters):
+        members[member.epoch].append(member)
         if failures:
-            blamed.add(member.epoch)
-    session.info[_READ], session.info[_BLAMED] = of, blamed
+            blamed_epochs.add(member.epoch)
+    session.info[_READ], session.info[_BLAMED] = members, blamed_epochs
 
 
 _WITH_FAILURES = (
@@ -466,9 +472,9 @@ def job_of(session: Session, attempt: Attempt) -> Job:
 
 def members_of(session: Session, epoch: int) -> Sequence[Member]:
     """The members of an attempt, by rank."""
-    read: dict[int, list[Member]] = session.info.get(_READ, {})
-    if epoch in read:
-        return read[epoch]
+    members_by_epoch: dict[int, list[Member]] = session.info.get(_READ, {})
+    if epoch in members_by_epoch:
+        return members_by_epoch[epoch]
     return session.scalars(select(Member).where(Member.epoch == epoch).order_by(Member.rank)).all()
 
 
@@ -482,10 +488,10 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
     attempt = locked_attempt(session, epoch, owner)
     if attempt.state == to:
         return
-    before, attempt.state = attempt.state, to
+    state_before, attempt.state = attempt.state, to
     if to is AttemptState.RUNNING:
         _begin(session, attempt)
-    _tell(session, attempt, owner, f"attempt.{to}", {"state": before}, {"state": to})
+    _tell(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
 
 
 def _begin(session: Session, attempt: Attempt) -> None:
@@ -555,14 +561,14 @@ def contact(
     session.flush()
     members = members_of(session, attempt.epoch)
     since = [m.handle["silent_since"] for m in members if "silent_since" in m.handle]
-    before = attempt.contact
+    contact_before = attempt.contact
     attempt.contact = Contact.UNREACHABLE if since else Contact.OK
     attempt.unreachable_since = min(since, default=None)
-    if before != attempt.contact:
+    if contact_before != attempt.contact:
         kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
         _tell(
             session, attempt, owner, kind,
-            {"contact": before}, {"contact": attempt.contact}, vm_id=member.vm_id,
+            {"contact": contact_before}, {"contact": attempt.contact}, vm_id=member.vm_id,
         )  # fmt: skip
 
 
@@ -586,10 +592,14 @@ def not_mirrored(
     fetched, but if it was deleted before it was fetched (`gone`), only after GONE_IN_A_ROW failures in a row."""
     attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
-    before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
-    tell = not gone or in_a_row >= GONE_IN_A_ROW
-    member.handle = {**before, "missed": in_a_row, **({"not_mirrored": why} if tell else {})}
-    if tell and "not_mirrored" not in before:
+    handle_before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
+    should_alert = not gone or in_a_row >= GONE_IN_A_ROW
+    member.handle = {
+        **handle_before,
+        "missed": in_a_row,
+        **({"not_mirrored": why} if should_alert else {}),
+    }
+    if should_alert and "not_mirrored" not in handle_before:
         _tell(
             session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
             vm_id=member.vm_id, detail={"why": why},
@@ -600,8 +610,8 @@ def note_mirrored(session: Session, epoch: int, rank: int) -> None:
     """A checkpoint has arrived, so earlier failures no longer matter. The attempt's row is locked."""
     member = session.get_one(Member, (epoch, rank))
     if "missed" in member.handle:
-        over = ("missed", "not_mirrored")
-        member.handle = {k: v for k, v in member.handle.items() if k not in over}
+        cleared = ("missed", "not_mirrored")
+        member.handle = {k: v for k, v in member.handle.items() if k not in cleared}
 
 
 def leaking(
@@ -611,11 +621,11 @@ def leaking(
     attempt = locked_attempt(session, epoch, owner)
     if attempt.state != AttemptState.ENDED or attempt.cleanup == Cleanup.LEAKING:
         return
-    before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
+    cleanup_before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
     member = session.get_one(Member, (epoch, rank))
     _tell(
         session, attempt, owner, "attempt.leaking",
-        {"cleanup": before}, {"cleanup": Cleanup.LEAKING},
+        {"cleanup": cleanup_before}, {"cleanup": Cleanup.LEAKING},
         vm_id=member.vm_id, detail={"rank": rank, "holders": [dict(h) for h in holders]},
     )  # fmt: skip
 
@@ -679,8 +689,8 @@ def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
 
 def missed_at(facts: Mapping[str, Any]) -> float:
     """When a machine last failed to answer; 0.0 if it has answered since, or if the column holds no time."""
-    found = facts.get("missed_at")
-    return found if isinstance(found, int | float) else 0.0
+    time = facts.get("missed_at")
+    return time if isinstance(time, int | float) else 0.0
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
@@ -696,16 +706,18 @@ def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
         )
         .order_by(Member.epoch, Member.rank)
     )
-    found: list[LeftBehind] = []
+    members: list[LeftBehind] = []
     for job_id, epoch, rank in rows:
         reservations = _reservations_held(session, [epoch]).get((epoch, rank), [])
-        gpus = tuple(each.uuid for each in reservations if each.uuid is not None)
-        found.append(
+        gpus = tuple(
+            reservation.uuid for reservation in reservations if reservation.uuid is not None
+        )
+        members.append(
             LeftBehind(
                 job_id, epoch, rank, gpus, reservations[0].share_mb if reservations else None
             )
         )
-    return found
+    return members
 
 
 def left_nothing(session: Session, epoch: int, rank: int) -> None:
@@ -718,7 +730,7 @@ def left_nothing(session: Session, epoch: int, rank: int) -> None:
 def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
     """Use a machine again that was declared lost, if it holds nothing of earlier attempts. Returns whether it does not."""
     vm = session.get_one(VM, vm_id, with_for_update=True)
-    unfinished = session.scalar(
+    open_epoch = session.scalar(
         select(Member.epoch)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .where(
@@ -727,12 +739,12 @@ def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
         )
         .limit(1)
     )
-    if vm.lost_at is None or unfinished is not None:
+    if vm.lost_at is None or open_epoch is not None:
         return False
-    before, vm.lost_at = vm.lost_at, None
+    lost_at_before, vm.lost_at = vm.lost_at, None
     events.append(
         session, actor=f"dispatcher:{owner}", kind=events.VM_RETURNED, vm_id=vm_id,
-        before={"lost_at": before}, after={"lost_at": None},
+        before={"lost_at": lost_at_before}, after={"lost_at": None},
     )  # fmt: skip
     requeue_pending.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")
     return True

@@ -63,7 +63,7 @@ def of_checkpoint(step: int, path: str, lacking: Sequence[str], error: Exception
 
 
 def _not_there(lacking: Sequence[str]) -> str:
-    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-    which = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + more
-    are = "is" if len(lacking) == 1 else "are"
-    return f"{which} {are} not in the fleet's store of files"
+    rest_note = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    names = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + rest_note
+    verb = "is" if len(lacking) == 1 else "are"
+    return f"{names} {verb} not in the fleet's store of files"

@@ -118,12 +118,12 @@ class Watch:
         self.seen.clear()
         await wait_at_most(pause, self.seen)
 
-    def _silence(self, why: str) -> None:
+    def _silence(self, reason: str) -> None:
         if not self.down:
-            log.warning("%s does not answer: %s", self.vm_id, why)
+            log.warning("%s does not answer: %s", self.vm_id, reason)
         self.down = True
         for listener in list(self.listeners.values()):
-            listener.lost_contact(why)
+            listener.lost_contact(reason)
 
     async def _knock(self) -> None:
         job, epoch = next(iter(self.listeners))
@@ -136,39 +136,45 @@ class Watch:
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
         known = {
-            name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
+            name: Known(
+                last_state.state,
+                last_state.log_size,
+                last_state.checkpoints,
+                last_state.step,
+                last_state.clock,
+            )
             for name, listener in self.listeners.items()
-            if listener.hearing and (last := listener.last) and last.state in CHANGEABLE
+            if listener.hearing and (last_state := listener.last) and last_state.state in CHANGEABLE
         }
         if not known:
             await self.changed.wait()
             return
-        asked_at, news = time.monotonic(), False
+        asked_at, has_news = time.monotonic(), False
         states: tuple[MemberState, ...] | None = None
-        waiting = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
-        changed = asyncio.ensure_future(self.changed.wait())
+        wait_task = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
+        changed_task = asyncio.ensure_future(self.changed.wait())
         try:
-            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                states = waiting.result()
+            await asyncio.wait({wait_task, changed_task}, return_when=asyncio.FIRST_COMPLETED)
+            if wait_task.done():
+                states = wait_task.result()
         finally:
-            for task in (waiting, changed):
+            for task in (wait_task, changed_task):
                 task.cancel()
-            await asyncio.gather(waiting, changed, return_exceptions=True)
+            await asyncio.gather(wait_task, changed_task, return_exceptions=True)
         for state in states or ():
             name = (state.job, state.epoch)
-            news |= name in known and _differs(state, known[name])
+            has_news |= name in known and _differs(state, known[name])
             if listener := self.listeners.get(name):
                 listener.heard(state)
         if states is not None:
             # a machine that answers every `wait` at once is not asked again at once
-            pause = self.pauses.first / (10 if news else 1)
+            pause = self.pauses.first / (10 if has_news else 1)
             await self._rest(max(0.0, asked_at + pause - time.monotonic()))
 
 
 def _differs(state: MemberState, known: Known) -> bool:
-    found = (state.state, state.log_size, state.checkpoints, state.step)
-    return found != (known.state, known.log_size, known.checkpoints, known.step)
+    current = (state.state, state.log_size, state.checkpoints, state.step)
+    return current != (known.state, known.log_size, known.checkpoints, known.step)
 
 
 class Watches:

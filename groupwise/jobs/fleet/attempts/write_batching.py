@@ -79,38 +79,38 @@ class Gathered(Generic[One, Result]):
 
     async def _deal_with_all(self) -> None:
         while self._waiting:
-            now, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            batch, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             try:
-                found = await self._deal([one for one, _ in now])
+                results = await self._deal([one for one, _ in batch])
             # every error goes to the callers, which would otherwise wait for ever
             except BaseException as error:  # noqa: BLE001
-                found = [error] * len(now)
-            for (_, answer), result in zip(now, found, strict=True):
+                results = [error] * len(batch)
+            for (_, future), result in zip(batch, results, strict=True):
                 if isinstance(result, Later):
-                    later = cast("Later[Result]", result).task
-                    self._slow.add(later)
-                    later.add_done_callback(partial(self._pass_on, answer))
+                    slow_task = cast("Later[Result]", result).task
+                    self._slow.add(slow_task)
+                    slow_task.add_done_callback(partial(self._pass_on, future))
                 elif isinstance(result, BaseException):
-                    answer.set_exception(result)
+                    future.set_exception(result)
                 else:
-                    answer.set_result(result)
+                    future.set_result(result)
 
-    def _pass_on(self, answer: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
+    def _pass_on(self, future: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
         self._slow.discard(task)
         if task.cancelled():
-            answer.cancel()
+            future.cancel()
         elif (error := task.exception()) is not None:
-            answer.set_exception(error)
+            future.set_exception(error)
         else:
-            answer.set_result(task.result())
+            future.set_result(task.result())
 
 
-async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
-    while not answer.done():
+async def _wait_until_done(future: asyncio.Future[Any]) -> None:
+    while not future.done():
         with suppress(asyncio.CancelledError):
-            await asyncio.wait({answer})
-    if not answer.cancelled():
-        answer.exception()  # its caller is gone
+            await asyncio.wait({future})
+    if not future.cancelled():
+        future.exception()  # its caller is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,14 @@ class Reads(Generic[One, Result]):
 
     async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
         try:
-            found = await self._read(keys)
-            return [found.get(key) for key in keys]
+            results = await self._read(keys)
+            return [results.get(key) for key in keys]
         except DatabaseFailure as error:
             return [error] * len(keys)
         except Exception as error:  # noqa: BLE001  # an unknown one of them cannot be read
             if len(keys) == 1:
                 return [error]
-        return [answer for key in keys for answer in await self._deal([key])]
+        return [result for key in keys for result in await self._deal([key])]
 
     async def _read(self, keys: Sequence[One]) -> Mapping[One, Result]:
         return await self._database.read_in_thread(lambda session: self._fn(session, keys))
@@ -189,10 +189,10 @@ def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
         with requeue_pending.woken_once(session):
             with events.gathering(session), at_one_moment(session):
                 with side_by_side(session):
-                    done = [write.fn(session) for write in writes]
+                    results = [write.fn(session) for write in writes]
                 session.flush()
             _wait_for_locks(session, engine.LOCK_SECONDS)  # waking waits for claims, which are many
-        return done
+        return results
     except OperationalError as error:
         if getattr(error.orig, "sqlstate", None) == "55P03":
             raise _Apart from error

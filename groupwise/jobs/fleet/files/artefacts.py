@@ -100,9 +100,9 @@ class Collector:
         """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
         limits = from_json(part.spec).limits
         folder, lock = await asyncio.to_thread(_lock_partial, target)
-        fetching = Fetching(part.runner, part.job_id, part.epoch, folder, self._written)
+        downloads = Fetching(part.runner, part.job_id, part.epoch, folder, self._written)
         try:
-            why = ""
+            changed_path = ""
             for _ in range(TRIES):
                 tree = await part.runner.manifest(part.job_id, part.epoch, "artefacts")
                 problem = _beyond(tree.files, limits) or await asyncio.to_thread(
@@ -112,13 +112,13 @@ class Collector:
                     return problem
                 await self._copy_known(part, folder, tree.files)
                 try:
-                    await fetching.files(tree.files)
+                    await downloads.files(tree.files)
                 except Changed as change:
-                    why = str(change)
+                    changed_path = str(change)
                     continue
                 await self._write("publish", partial(_publish, folder, target, tree))
                 return None
-            return f"{why} has been changed since the command ended"
+            return f"{changed_path} has been changed since the command ended"
         finally:
             os.close(lock)
 
@@ -142,15 +142,15 @@ class Collector:
             project = session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
             return rights.lacking(session, [project], hashes)
 
-        lacking = await self._gateway.look(lacking_rights)
+        lacking_hashes = await self._gateway.look(lacking_rights)
 
         def copy() -> None:
             for path, entry in stored.items():
-                place = folder / path
-                if entry.sha256 not in lacking and not place.exists():
-                    place.parent.mkdir(parents=True, exist_ok=True)
+                path_in_folder = folder / path
+                if entry.sha256 not in lacking_hashes and not path_in_folder.exists():
+                    path_in_folder.parent.mkdir(parents=True, exist_ok=True)
                     with contextlib.suppress(BlobError):
-                        self._store.copy(entry, place)
+                        self._store.copy(entry, path_in_folder)
 
         await self._write("known", copy)
 
@@ -192,11 +192,11 @@ def _lock_partial(target: Path) -> tuple[Path, int]:
 
 def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
     """Remove stray files from the folder, write the record, and give the folder its name."""
-    for place in sorted(folder.rglob("*"), reverse=True):
-        if place.is_dir():
-            sync_folder(place)
-        elif place.relative_to(folder).as_posix() not in tree.files:
-            place.unlink()
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.relative_to(folder).as_posix() not in tree.files:
+            path.unlink()
     sync_folder(folder)
     document = {
         "files": {name: [e.sha256, e.mode, e.size] for name, e in tree.files.items()},
@@ -223,19 +223,19 @@ def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
     """Report required files that are missing, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]
-    more: dict[str, int] = document.get("left_out_more", {})
-    lacking: list[str] = []
-    for path, why in left_out:
-        reason = KEPT_BACK.get(why) or (NAMED.get(why, why) if path in artefacts else None)
+    uncounted: dict[str, int] = document.get("left_out_more", {})
+    missing: list[str] = []
+    for path, code in left_out:
+        reason = KEPT_BACK.get(code) or (NAMED.get(code, code) if path in artefacts else None)
         if reason:
-            lacking.append(f"{path}: {reason}")
-    unnamed = sum(number for why, number in more.items() if why in KEPT_BACK)
-    others = len(left_out) - len(lacking) + sum(more.values()) - unnamed
-    if not lacking and not unnamed:
-        return Collected(left_out=others)
-    listed = "; ".join(lacking[:MAX_PATHS_LISTED])
-    problem = f"{len(lacking) + unnamed} of the artefacts did not come: {listed}"
-    return Collected(problem, others)
+            missing.append(f"{path}: {reason}")
+    unnamed_missing = sum(number for code, number in uncounted.items() if code in KEPT_BACK)
+    other_count = len(left_out) - len(missing) + sum(uncounted.values()) - unnamed_missing
+    if not missing and not unnamed_missing:
+        return Collected(left_out=other_count)
+    description = "; ".join(missing[:MAX_PATHS_LISTED])
+    problem = f"{len(missing) + unnamed_missing} of the artefacts did not come: {description}"
+    return Collected(problem, other_count)
 
 
 def _link_current(target: Path) -> None:

@@ -145,14 +145,14 @@ class _Writer:
             self._thread.start()
         done: Future[None] = Future()
         self._given.put((lines, done))
-        waiting = asyncio.wrap_future(done)
+        future = asyncio.wrap_future(done)
         try:
-            await asyncio.wait((waiting,), timeout=TAKEN)
-            if not waiting.done():
+            await asyncio.wait((future,), timeout=TAKEN)
+            if not future.done():
                 logger.warning("%s; lines of logs wait meanwhile, none is lost", self._stalled)
-            await waiting
+            await future
         finally:
-            waiting.cancel()
+            future.cancel()
 
     def _work(self) -> None:
         while True:
@@ -281,60 +281,60 @@ class Shipper:
 
     async def round(self) -> int:
         """Send all lines that are available now. Returns how many bytes of logs they were."""
-        before, seen = self._taken, set[tuple[int, int]]()
-        refused: dict[tuple[int, int], Refused] = {}
+        taken_before, seen_keys = self._taken, set[tuple[int, int]]()
+        refusals: dict[tuple[int, int], Refused] = {}
         async for log in self._all_behind():
-            seen.add(log.key)
+            seen_keys.add(log.key)
             if log.key in self._refused and time.monotonic() < self._refused[log.key][0]:
                 continue
             try:
                 await self._send(log)
                 self._refused.pop(log.key, None)
             except Refused as error:
-                refused[log.key] = error
-                new = refused.keys() - self._refused.keys()
-                if self._taken == before and len(new) >= REFUSED_IN_A_ROW:
+                refusals[log.key] = error
+                new_refusals = refusals.keys() - self._refused.keys()
+                if self._taken == taken_before and len(new_refusals) >= REFUSED_IN_A_ROW:
                     break
             except AWAY:
                 self._first = log.key
                 raise
-        self._pause_refused(refused, seen, nothing_taken=self._taken == before)
-        return self._taken - before
+        self._pause_refused(refusals, seen_keys, nothing_taken=self._taken == taken_before)
+        return self._taken - taken_before
 
     async def _all_behind(self) -> AsyncIterator[Behind]:
         """Yield each log with unsent bytes once, in order, starting after the log at which the last round ended."""
         first, self._first = self._first, NONE
-        for last, until in ((first, LAST), (NONE, first)):
-            if last == until:
+        for start, end in ((first, LAST), (NONE, first)):
+            if start == end:
                 break
-            while behind := await self._database.read_in_thread(
-                partial(_behind, after=last, until=until)
+            while batch := await self._database.read_in_thread(
+                partial(_behind, start=start, end=end)
             ):
-                for log in behind:
+                for log in batch:
                     yield log
-                last = behind[-1].key
+                start = batch[-1].key
 
     def _pause_refused(
         self,
-        refused: Mapping[tuple[int, int], Refused],
-        seen: Set[tuple[int, int]],
+        refusals: Mapping[tuple[int, int], Refused],
+        seen_keys: Set[tuple[int, int]],
         *,
         nothing_taken: bool,
     ) -> None:
         """After a whole round, pause the refused logs. Raises Refused if nothing was taken: then the sink seems to be the cause."""
-        new = {key: error for key, error in refused.items() if key not in self._refused}
-        if new and nothing_taken:
-            self._first, error = next(reversed(new.items()))
+        new_refusals = {key: error for key, error in refusals.items() if key not in self._refused}
+        if new_refusals and nothing_taken:
+            self._first, error = next(reversed(new_refusals.items()))
             raise error
-        for (epoch, rank), error in new.items():
+        for (epoch, rank), error in new_refusals.items():
             logger.warning(
                 "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others go on",
                 epoch,
                 rank,
                 error,
             )
-        self._refused = {key: pause for key, pause in self._refused.items() if key in seen}
-        for key in refused:
+        self._refused = {key: pause for key, pause in self._refused.items() if key in seen_keys}
+        for key in refusals:
             backoff = self._refused[key][1] if key in self._refused else self._backoff()
             self._refused[key] = time.monotonic() + backoff.next(), backoff
 
@@ -398,14 +398,14 @@ class Shipper:
         self._taken += end - begin
 
 
-def _behind(session: Session, after: tuple[int, int], until: tuple[int, int]) -> list[Behind]:
+def _behind(session: Session, start: tuple[int, int], end: tuple[int, int]) -> list[Behind]:
     query = (
         select(Member, Attempt, Job.project)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Member.log_shipped < Member.log_offset)
-        .where(tuple_(Member.epoch, Member.rank) > tuple_(*map(literal, after)))
-        .where(tuple_(Member.epoch, Member.rank) <= tuple_(*map(literal, until)))
+        .where(tuple_(Member.epoch, Member.rank) > tuple_(*map(literal, start)))
+        .where(tuple_(Member.epoch, Member.rank) <= tuple_(*map(literal, end)))
         .order_by(Member.epoch, Member.rank)
         .limit(MEMBERS_AT_ONCE)
     )
@@ -434,29 +434,29 @@ def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
         data = os.pread(file.fileno(), min(PIECE, log.here - log.sent), log.sent)
     if not data:
         return [], log.here
-    whole = log.over and log.sent + len(data) == log.here
+    is_complete = log.over and log.sent + len(data) == log.here
     lines: list[_LogLine] = []
-    for offset, part in _split(data, whole):
+    for offset, part in _split(data, is_complete):
         begin = log.sent + offset
         text = part.decode("utf-8", "replace").removesuffix("\n")
         lines.append(_LogLine(begin, begin + len(part), _encode(log, begin, text)))
     return lines, lines[-1].end if lines else log.sent
 
 
-def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
+def _split(data: bytes, is_complete: bool) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each line, including its line end. The last line may lack one only if nothing follows, or it is too long."""
     begin = 0
     while begin < len(data):
         end = data.find(b"\n", begin, begin + LONGEST) + 1
         if not end:
-            if len(data) - begin < LONGEST and not whole:
+            if len(data) - begin < LONGEST and not is_complete:
                 return
             end = min(begin + LONGEST, len(data))
         yield begin, data[begin:end]
         begin = end
 
 
-def _encode(log: Behind, offset: int, line: str, **more: str) -> bytes:
+def _encode(log: Behind, offset: int, line: str, **fields: str) -> bytes:
     document = {
         "job_id": log.job_id,
         "project": log.project,
@@ -465,6 +465,6 @@ def _encode(log: Behind, offset: int, line: str, **more: str) -> bytes:
         "vm_id": log.vm_id,
         "offset": offset,
         "line": line,
-        **more,
+        **fields,
     }
     return json.dumps(document).encode() + b"\n"

@@ -81,13 +81,13 @@ class CheckpointMirror:
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         if not tree.checkpoints:
             return
-        own = select(func.max(Checkpoint.step)).where(
+        newest_step = select(func.max(Checkpoint.step)).where(
             Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch
         )
-        here = await self._gateway.look(lambda session: session.scalar(own))
+        mirrored_step = await self._gateway.look(lambda session: session.scalar(newest_step))
         missed: tuple[CheckpointTree, _Torn] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
-            if here is not None and checkpoint.step <= here:
+            if mirrored_step is not None and checkpoint.step <= mirrored_step:
                 break
             with self._store.needed(entry.sha256 for entry in checkpoint.files.values()):
                 try:
@@ -107,15 +107,15 @@ class CheckpointMirror:
         """Record that it could not be fetched. If it still exists unchanged, it never can be; else the job replaced it too quickly."""
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         is_gone = newest not in tree.checkpoints
-        because = (
+        cause = (
             "it was changed or removed before it had come, as those before it" if is_gone else torn
         )
-        why = f"{newest.path} is not mirrored: {because}"
-        log.info("%s.%s: %s", part.job_id, part.epoch, why)
+        reason = f"{newest.path} is not mirrored: {cause}"
+        log.info("%s.%s: %s", part.job_id, part.epoch, reason)
         await self._gateway.commit(
             "checkpoint.missed",
             lambda session: not_mirrored(
-                session, part.epoch, part.owner, part.rank, why, gone=is_gone
+                session, part.epoch, part.owner, part.rank, reason, gone=is_gone
             ),
         )
 
@@ -123,8 +123,8 @@ class CheckpointMirror:
         """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _Torn."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
-        own = select(Job.project).where(Job.job_id == part.job_id)
-        project = await self._gateway.look(lambda session: session.scalars(own).one())
+        project_query = select(Job.project).where(Job.job_id == part.job_id)
+        project = await self._gateway.look(lambda session: session.scalars(project_query).one())
         hashes = await self._missing_blobs(entries, project)
         size = sum(entries[sha256][1].size for sha256 in hashes)
         if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
@@ -140,21 +140,21 @@ class CheckpointMirror:
 
     async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
         """The blobs to fetch: those that are missing in the store, and those that the project may not name."""
-        every = list(hashes)
-        lacking = await self._gateway.look(
-            lambda session: rights.lacking(session, [project], every)
+        all_hashes = list(hashes)
+        without_right = await self._gateway.look(
+            lambda session: rights.lacking(session, [project], all_hashes)
         )
-        known = [sha256 for sha256 in every if sha256 not in lacking]
+        permitted = [sha256 for sha256 in all_hashes if sha256 not in without_right]
         missing = await self._gateway.write(
-            "checkpoint.missing", lambda: self._store.missing(known, marked=True)
+            "checkpoint.missing", lambda: self._store.missing(permitted, marked=True)
         )
-        return [sha256 for sha256 in every if sha256 in lacking or sha256 in missing]
+        return [sha256 for sha256 in all_hashes if sha256 in without_right or sha256 in missing]
 
     async def _ensure_blob(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
         """Return once a blob is in the store, fetched by this task or another. Raises RunnerRefused, BlobError."""
         sender = rights.sender([project])
-        patience = STANDS_STILL + entry.size / SLOWEST_DISK
-        here, since = -1, self._clock()
+        timeout = STANDS_STILL + entry.size / SLOWEST_DISK
+        last_received, last_change = -1, self._clock()
         while True:
             try:
                 await self._fetch_blob(part, path, entry, project, sender)
@@ -163,10 +163,10 @@ class CheckpointMirror:
                 await self._sleep(LOOK_AGAIN)
             if not await self._missing_blobs([entry.sha256], project):
                 return
-            now = self._store.received(entry.sha256, sender)
-            if now != here:
-                here, since = now, self._clock()
-            elif self._clock() - since >= patience:
+            received = self._store.received(entry.sha256, sender)
+            if received != last_received:
+                last_received, last_change = received, self._clock()
+            elif self._clock() - last_change >= timeout:
                 sender = uuid.uuid4().hex
 
     async def _fetch_blob(
@@ -203,11 +203,11 @@ def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int)
         )
     )
     session.flush()
-    old = session.scalars(
+    surplus = session.scalars(
         select(Checkpoint)
         .where(Checkpoint.job_id == part.job_id)
         .order_by(Checkpoint.damaged_at.is_not(None), *NEWEST_FIRST)
         .offset(keep)
     ).all()
-    for each in old:
-        session.delete(each)
+    for row in surplus:
+        session.delete(row)

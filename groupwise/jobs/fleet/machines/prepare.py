@@ -129,18 +129,18 @@ async def prepare(
 ) -> Prepared:
     """Make the environment there, unless it exists. Raises PrepareError, UsageError. `host`: an open connection to the machine."""
     require_usable(machine)
-    reached = host or host_of(machine)
+    connection = host or host_of(machine)
     try:
-        return await _build(machine, plan, store, tell, reached)
+        return await _build(machine, plan, store, tell, connection)
     except HostKeyError as error:
         raise PrepareError(
             f"{machine.vm_id}: {error}. Nothing was sent to it; compare the key with the machine's own, then "
             f"`groupwise fleet vm trust {machine.vm_id}`."
         ) from None
     except RunnerRefused as refusal:
-        full = "; its disk is full: make room there" if refusal.code == "disk_full" else ""
+        advice = "; its disk is full: make room there" if refusal.code == "disk_full" else ""
         raise PrepareError(
-            f"{machine.vm_id}: the machine's runner refuses: {refusal.message}{full}"
+            f"{machine.vm_id}: the machine's runner refuses: {refusal.message}{advice}"
         ) from None
     except HostError as error:
         raise PrepareError(
@@ -148,7 +148,7 @@ async def prepare(
         ) from None
     finally:
         if host is None:
-            await reached.close()
+            await connection.close()
 
 
 async def prune(
@@ -158,9 +158,9 @@ async def prune(
     host: Host | None = None,
 ) -> Pruned:
     """Remove a machine's unused environments, except those to keep; `keep` is called after the machine's time was read."""
-    reached = host or host_of(machine)
+    connection = host or host_of(machine)
     try:
-        runner = builds_of(machine, reached)
+        runner = builds_of(machine, connection)
         hello = await runner.hello()
         order = {
             "prune": True,
@@ -176,7 +176,7 @@ async def prune(
         raise PrepareError(f"{machine.vm_id} cannot be asked: {error}") from None
     finally:
         if host is None:
-            await reached.close()
+            await connection.close()
     if "problem" in result:
         raise PrepareError(f"{machine.vm_id}: nothing more is removed: {result['problem']}")
     return Pruned(list(result["removed"]), list(result["used"]), list(result["recent"]))
@@ -198,8 +198,8 @@ def starting_attempts(session: Session, vm_id: str) -> list[int]:
 
 def named_environments(session: Session) -> list[str]:
     """Environments named by the row of any machine: two rows may be one machine."""
-    found = (PREPARED.fullmatch(python) for python in session.scalars(select(VM.python)))
-    return sorted({each[1] for each in found if each is not None})
+    matches = (PREPARED.fullmatch(python) for python in session.scalars(select(VM.python)))
+    return sorted({match[1] for match in matches if match is not None})
 
 
 def builds_of(machine: Machine, host: Host) -> Runner:
@@ -263,13 +263,13 @@ class _Task:
 
     async def run(self, spec: JobSpec, secrets: Mapping[str, str], hello: Hello) -> dict[str, Any]:
         """Run or follow the build. Returns the builder's `result.json`, or {"problem"} with the reason why there is none."""
-        known = await self._attempts_there()
-        state = _live(known)
+        attempts = await self._attempts_there()
+        state = _live(attempts)
         if state is not None:
             self.tell("it is being made already, by another `vm prepare`; what follows is its log")
         else:
             # The runner refuses an epoch that it has seen before, whether that attempt has ended or not.
-            epoch = max([int(_now_of(hello)), *(each.epoch + 1 for each in known)])
+            epoch = max([int(_now_of(hello)), *(attempt.epoch + 1 for attempt in attempts)])
             state = await self._begin(spec, secrets, epoch)
         state = await _Follower(self.runner, self.tell).follow(state)
         try:
@@ -282,15 +282,15 @@ class _Task:
 
     async def _attempts_there(self) -> list[MemberState]:
         """Attempts of this name that have a folder on the machine."""
-        seen = await self.runner.observe(probe=NO_PROBE)
-        return [state for state in seen.attempts if state.job == self.job]
+        observation = await self.runner.observe(probe=NO_PROBE)
+        return [state for state in observation.attempts if state.job == self.job]
 
     async def _begin(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
         """Launch the attempt, or return the state of one that another caller has launched first."""
-        for turn in range(LAUNCHES):
-            sent = await self.runner.provide(self.store, spec.files)
-            if sent:
-                self.tell(f"sent {sent / 1e6:.1f} MB")
+        for round_number in range(LAUNCHES):
+            sent_bytes = await self.runner.provide(self.store, spec.files)
+            if sent_bytes:
+                self.tell(f"sent {sent_bytes / 1e6:.1f} MB")
             state = await self._launch(Launch(self.job, epoch, spec, secrets=secrets))
             if state is None:
                 continue
@@ -302,12 +302,12 @@ class _Task:
             if live is not None:
                 return live
             # A build has just ended, or the machine's clock was set back by an unknown amount.
-            epoch += 1 << 6 * turn
+            epoch += 1 << 6 * round_number
         raise PrepareError("others begin builds there again and again; try again")
 
     async def _launch(self, launch: Launch) -> MemberState | None:
         """The state after the launch. None: some of its files have just been swept from the machine."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         while True:
             try:
                 return await self.runner.launch(launch)
@@ -317,19 +317,28 @@ class _Task:
                 raise
             except OutcomeUnknown:
                 # An epoch is launched at most once, so it is safe to send the request again.
-                if time.monotonic() - began > CONNECTION_TIMEOUT:
+                if time.monotonic() - started_at > CONNECTION_TIMEOUT:
                     raise
                 await asyncio.sleep(AGAIN)
 
-    async def _tidy(self, own: MemberState, files: Manifest) -> None:
+    async def _tidy(self, own_state: MemberState, files: Manifest) -> None:
         """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
-        now = own.exit.finished_at if own.exit is not None else None  # by the machine's clock
+        finished_at = (
+            own_state.exit.finished_at if own_state.exit is not None else None
+        )  # by the machine's clock
         try:
             for state in (await self.runner.observe(probe=NO_PROBE)).attempts:
-                if (state.job, state.epoch) == (own.job, own.epoch) or state.state in ALIVE:
+                if (state.job, state.epoch) == (
+                    own_state.job,
+                    own_state.epoch,
+                ) or state.state in ALIVE:
                     continue
-                then = state.exit.finished_at if state.exit is not None else None
-                if now is None or then is None or now - then > KEPT_SECONDS:
+                other_finished_at = state.exit.finished_at if state.exit is not None else None
+                if (
+                    finished_at is None
+                    or other_finished_at is None
+                    or finished_at - other_finished_at > KEPT_SECONDS
+                ):
                     await self.runner.forget(state.job, state.epoch)
             await self.runner.sweep([entry.sha256 for entry in files.values()])
         except HostError:
@@ -343,17 +352,17 @@ def _live(states: Sequence[MemberState]) -> MemberState | None:
 
 def _failure_of(state: MemberState) -> str:
     """The reason why a build ended without a result."""
-    ended = state.exit
+    exit_record = state.exit
     if state.state == RunnerState.REBOOTED:
         return "the machine was restarted meanwhile; try again"
-    if ended is None:
+    if exit_record is None:
         return f"what watched over it on the machine was killed ({state.state}); try again"
-    if ended.reason == "time_limit":
-        return f"{ended.message}; --time-limit allows more, and what was fetched is in pip's cache"
-    if ended.oom_kill or ended.signal == 9:
+    if exit_record.reason == "time_limit":
+        return f"{exit_record.message}; --time-limit allows more, and what was fetched is in pip's cache"
+    if exit_record.oom_kill or exit_record.signal == 9:
         return "it was killed, as the kernel does where memory ends; try again"
-    last = [line for line in ended.tail.splitlines() if line.strip()][-3:]
-    return ended.message or " / ".join(last) or f"exit code {ended.code}"
+    last_lines = [line for line in exit_record.tail.splitlines() if line.strip()][-3:]
+    return exit_record.message or " / ".join(last_lines) or f"exit code {exit_record.code}"
 
 
 class _Follower:
@@ -373,8 +382,10 @@ class _Follower:
                 if state.state not in ALIVE:
                     return state
                 known = Known(state.state, self._offset, clock=state.clock)
-                for each in await self.runner.wait({(state.job, state.epoch): known}, seconds=WAIT):
-                    state = each
+                for new_state in await self.runner.wait(
+                    {(state.job, state.epoch): known}, seconds=WAIT
+                ):
+                    state = new_state
                 self._heard()
             except (HostUnreachable, OutcomeUnknown) as error:
                 now = time.monotonic()

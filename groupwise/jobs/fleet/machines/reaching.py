@@ -58,8 +58,11 @@ async def shown_key(machine: Machine) -> HostKey:
 
 def same_way(one: Machine, other: Machine) -> bool:
     """True if a connection made for one of them can be used for the other."""
-    ways = [(each.transport, _address(each), each.jump, _kind(each)) for each in (one, other)]
-    return ways[0] == ways[1]
+    routes = [
+        (machine.transport, _address(machine), machine.jump, _kind(machine))
+        for machine in (one, other)
+    ]
+    return routes[0] == routes[1]
 
 
 def _address(machine: Machine) -> Address:

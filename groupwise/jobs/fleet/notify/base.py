@@ -89,16 +89,16 @@ def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
     """Encode the ids as messages of at most `largest` bytes, which `ids_in` can read. Anything that is no id is left out, because no
     listener would accept it.
     """
-    waiting: list[str] = []
+    batch: list[str] = []
     size = 2
     for name in filter(JOB_ID.fullmatch, job_ids):  # ids are ASCII: one byte for each letter
-        if waiting and size + len(name) + 3 > largest:
-            yield _message(waiting)
-            waiting, size = [], 2
-        waiting.append(name)
+        if batch and size + len(name) + 3 > largest:
+            yield _message(batch)
+            batch, size = [], 2
+        batch.append(name)
         size += len(name) + 3
-    if waiting:
-        yield _message(waiting)
+    if batch:
+        yield _message(batch)
 
 
 def _message(job_ids: Sequence[str]) -> bytes:
@@ -137,10 +137,10 @@ class PendingIds:
             self._some.set()  # no task waits yet; the event only remembers
             return
         try:
-            here = asyncio.get_running_loop() is loop
+            is_same_loop = asyncio.get_running_loop() is loop
         except RuntimeError:
-            here = False
-        if here:
+            is_same_loop = False
+        if is_same_loop:
             self._some.set()
         else:
             with suppress(RuntimeError):  # the loop has ended, and the waiter with it

@@ -52,15 +52,15 @@ class LocalDoorbell:
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
-        rung = frozenset(job_ids)
-        self._heard.put(rung)
-        if self._folder is None or not rung:
+        ids = frozenset(job_ids)
+        self._heard.put(ids)
+        if self._folder is None or not ids:
             return
         try:
             names = [n for n in os.listdir(self._folder) if n.startswith(f"{self._system}-")]
-            others = [n for n in names if n != self._name]
-            if others:
-                _send(self._folder, others, list(messages(sorted(rung), SENT)))
+            other_names = [n for n in names if n != self._name]
+            if other_names:
+                _send(self._folder, other_names, list(messages(sorted(ids), SENT)))
         except OSError as error:
             if error.errno != errno.ENOENT:  # no process has ever listened there
                 logger.debug("no process could be woken through %s: %s", self._folder, error)
@@ -100,11 +100,11 @@ class LocalDoorbell:
         self._socket = ear
         asyncio.get_running_loop().add_reader(ear.fileno(), self._read, ear)
 
-    def _read(self, ear: socket.socket) -> None:
+    def _read(self, listener: socket.socket) -> None:
         with suppress(BlockingIOError):
             while True:
                 # One byte more than the limit: a message that was cut off is then recognised as too long.
-                self._heard.put(ids_in(ear.recv(LARGEST + 1)))
+                self._heard.put(ids_in(listener.recv(LARGEST + 1)))
 
 
 def _system() -> str:
@@ -138,13 +138,13 @@ class _Opened:
 
 def _send(folder: Path, names: list[str], texts: list[bytes]) -> None:
     with (
-        _Opened(folder) as opened,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out,
+        _Opened(folder) as open_folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
     ):
         for name in names:
             try:
                 for text in texts:
-                    out.sendto(text, opened.address(name))
+                    sender.sendto(text, open_folder.address(name))
             except ConnectionRefusedError:
                 with suppress(FileNotFoundError):
                     os.unlink(folder / name)

@@ -81,7 +81,7 @@ class NatsAccess:
     @property
     def shown(self) -> str:
         """The URLs without user, password or token."""
-        parts = [urlsplit(one.strip()) for one in self.url.split(",")]
+        parts = [urlsplit(url.strip()) for url in self.url.split(",")]
         return ",".join(f"{p.scheme}://{p.netloc.rpartition('@')[2]}" for p in parts)
 
     @property
@@ -243,7 +243,7 @@ class NatsLink:
             await asyncio.sleep(backoff.next())
 
     async def _connect(self, client: Client) -> None:
-        servers = [one.strip() for one in self._access.url.split(",")]
+        servers = [url.strip() for url in self._access.url.split(",")]
         self._last_error = None
         async with asyncio.timeout((CONNECTING + 1) * len(servers)):
             await client.connect(
@@ -285,14 +285,14 @@ class NatsLink:
     async def _on_error(self, error: Exception) -> None:
         """Handle errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
         self._last_error = error
-        said = _describe(error)
-        if not self.is_there or "permissions" not in said.lower():
+        message = _describe(error)
+        if not self.is_there or "permissions" not in message.lower():
             return
-        if "publish" in said.lower():  # rather than a subscription
-            self._refusals.append(said)
-        if said not in self._complained:
-            self._complained.add(said)
-            logger.warning("NATS at %s: %s", self._access.shown, said)
+        if "publish" in message.lower():  # rather than a subscription
+            self._refusals.append(message)
+        if message not in self._complained:
+            self._complained.add(message)
+            logger.warning("NATS at %s: %s", self._access.shown, message)
 
 
 class NatsDoorbell:
@@ -349,8 +349,8 @@ class NatsDoorbell:
                 self._unsent.put(rung)
                 raise
 
-    async def _publish(self, rung: frozenset[str]) -> None:
-        texts = [(self._subject, text) for text in messages(sorted(rung), SENT)]
+    async def _publish(self, ids: frozenset[str]) -> None:
+        texts = [(self._subject, text) for text in messages(sorted(ids), SENT)]
         await self._link.publish(texts, SENDING)
 
 

@@ -133,8 +133,8 @@ class PostgresDoorbell:
                 raise
             await asyncio.sleep(GATHERED)
 
-    async def _notify(self, connection: Connection, rung: frozenset[str]) -> None:
-        for text in islice(messages(sorted(rung), SENT), 1):
+    async def _notify(self, connection: Connection, ids: frozenset[str]) -> None:
+        for text in islice(messages(sorted(ids), SENT), 1):
             await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
 
     def _on_refusal(self, error: psycopg.Error) -> None:

@@ -83,9 +83,9 @@ async def missing_blobs(context: Context, body: MissingBody) -> Response:
     def missing() -> list[str]:
         hashes = body.sha256
         lacking = _lacking(context, hashes)
-        known = [sha256 for sha256 in hashes if sha256 not in lacking]
-        wanted = lacking.union(context.serving.folders.blobs.missing(known))
-        return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in wanted]
+        stored_hashes = [sha256 for sha256 in hashes if sha256 not in lacking]
+        missing_hashes = lacking.union(context.serving.folders.blobs.missing(stored_hashes))
+        return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in missing_hashes]
 
     return document({"missing": await asyncio.to_thread(missing)})
 
@@ -192,21 +192,21 @@ async def read_log(
     ] = 0.0,
 ) -> Response:
     """The next piece of a job's log, as bytes; empty where nothing has come within `wait` seconds."""
-    found = await _look(context, job_id)
+    job = await _look(context, job_id)
     logs = context.serving.folders.logs
     follower = await asyncio.to_thread(
         follower_at, logs, job_id, epoch=epoch, offset=offset, rank=rank, tail=tail
     )
-    ends = asyncio.get_running_loop().time() + wait
+    deadline = asyncio.get_running_loop().time() + wait
     while True:
-        over = found["status"] in FINAL
+        is_over = job["status"] in FINAL
         piece = await asyncio.to_thread(follower.read)
-        late = asyncio.get_running_loop().time() >= ends
-        if piece is not None or over or late or context.serving.ending.is_set():
+        is_late = asyncio.get_running_loop().time() >= deadline
+        if piece is not None or is_over or is_late or context.serving.ending.is_set():
             break
         await asyncio.sleep(LOOK_AGAIN)
-        found = await _look(context, job_id)
-    headers = {ENDED_HEADER: "true" if over and piece is None else "false"}
+        job = await _look(context, job_id)
+    headers = {ENDED_HEADER: "true" if is_over and piece is None else "false"}
     if follower.position is not None:
         headers[EPOCH_HEADER] = str(follower.position.epoch)
         headers[OFFSET_HEADER] = str(follower.position.offset)
@@ -239,8 +239,8 @@ async def read_artefact(
     """One of these files, or the `Range` of it that is asked for."""
     job = await _job(context, job_id)
     folder = context.serving.folders.artefacts
-    found = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
-    return FileResponse(found, media_type="application/octet-stream")
+    file = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
+    return FileResponse(file, media_type="application/octet-stream")
 
 
 async def _job(context: RequestContext, job_id: str) -> dict[str, Any]:
