@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 
 
 def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    problems = [problem for each in patterns for problem in secrets.pattern_problems(each)]
+    problems = [problem for pattern in patterns for problem in secrets.pattern_problems(pattern)]
     if problems:
         raise ValueError("; ".join(problems))
     return patterns
@@ -53,9 +53,9 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
 def _checked_nats(url: str | None) -> str | None:
     """Check the URL at start-up: waiting for a server that never comes would look the same as a typing error. Messages contain no part that
     may be secret."""
-    for one in () if url is None or url == OFF else url.split(","):
-        if not _is_nats(one.strip()):
-            visible_url = "one with a user or a token in it" if "@" in one else repr(one.strip())
+    for server in () if url is None or url == OFF else url.split(","):
+        if not _is_nats(server.strip()):
+            visible_url = "one with a user or a token in it" if "@" in server else repr(server.strip())
             raise ValueError(
                 f"{visible_url} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
             )
@@ -237,9 +237,9 @@ def read_settings(
 ) -> FleetSettings:
     """Read the settings file, if it exists, and apply environment and options. Raises ConfigError."""
     tree = read_yaml(file) if file.exists() else Tree("settings")
-    known = keys_of(FleetSettings)
-    texts = frozenset(key for key in known if known[key].annotation == str | None)
-    lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=texts)
+    settings_keys = keys_of(FleetSettings)
+    text_keys = frozenset(key for key in settings_keys if settings_keys[key].annotation == str | None)
+    lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=text_keys)
     for key, value in options.items():
         tree.values[key] = value
         tree.origins[(key,)] = f"--{key.replace('_', '-')}"

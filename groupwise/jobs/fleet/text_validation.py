@@ -24,9 +24,9 @@ _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
 def text_problems(value: Any, place: str) -> Iterator[str]:
     """Yield a message for each text in a document, including keys, that cannot be passed on, with its path."""
     if isinstance(value, str):
-        if (found := _NOT_PASSABLE.search(value)) is not None:
-            what = "a NUL character" if found[0] == "\0" else "bytes that are no UTF-8"
-            yield f"{place}: {what} at position {found.start()}; text without it is wanted"
+        if (match := _NOT_PASSABLE.search(value)) is not None:
+            description = "a NUL character" if match[0] == "\0" else "bytes that are no UTF-8"
+            yield f"{place}: {description} at position {match.start()}; text without it is wanted"
     elif isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, Any]", value).items():
             name = ascii(key)[1:-1][:80] if isinstance(key, str) else str(key)
@@ -40,9 +40,9 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
 def require_passable(*names: str, **given: Any) -> None:
     """Raise `invalid_request` unless all values can be passed on. `names`: the names as the user typed them."""
     texts = [*((ascii(name)[:80], name) for name in names), *given.items()]
-    wrong = [problem for place, value in texts for problem in text_problems(value, place)]
-    if wrong:
-        raise Refusal("invalid_request", "; ".join(wrong[:MOST_PROBLEMS]) + ".")
+    problems = [problem for place, value in texts for problem in text_problems(value, place)]
+    if problems:
+        raise Refusal("invalid_request", "; ".join(problems[:MOST_PROBLEMS]) + ".")
 
 
 def json_safe(value: Any) -> Any:

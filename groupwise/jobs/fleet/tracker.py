@@ -168,36 +168,36 @@ class NatsOutlet:
         delivered: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # we may lack permission for one of them
             if self._clock() >= self._not_before.get(subject, 0.0):
-                delivered |= await self._tell([each for each in ended if each.subject == subject])
+                delivered |= await self._tell([end for end in ended if end.subject == subject])
         return frozenset(delivered)
 
     async def _tell(self, ended: Sequence[Ended]) -> set[int]:
         """Publish events of one subject, and return those that were accepted."""
         delivered: set[int] = set()
         for begin in range(0, len(ended), TOLD_AT_ONCE):
-            some = ended[begin : begin + TOLD_AT_ONCE]
+            portion = ended[begin : begin + TOLD_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
-            messages = [(e, e.message(largest)) for e in some]
-            fitting = [(e.subject, text) for e, text in messages if len(text) <= largest]
+            messages = [(e, e.message(largest)) for e in portion]
+            fitting_messages = [(e.subject, text) for e, text in messages if len(text) <= largest]
             try:
-                await self._link.publish(fitting, ACKNOWLEDGED)
+                await self._link.publish(fitting_messages, ACKNOWLEDGED)
             except NatsRefused:  # the link has logged it, and the server repeats it each time
-                self._not_before[some[0].subject] = self._clock() + REFUSED_SECONDS
+                self._not_before[portion[0].subject] = self._clock() + REFUSED_SECONDS
                 break
             except NatsAway as error:
                 logger.debug("%s", error)  # the link warns once about a lost connection
                 break
             self._warn_of([e for e, text in messages if len(text) > largest], largest)
-            delivered.update(e.event_id for e in some)
+            delivered.update(e.event_id for e in portion)
         return delivered
 
     def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
         """Log events that are skipped because they exceed the size limit: waiting for them would block all later ones."""
-        for each in left_out:
+        for end in left_out:
             logger.warning(
                 "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
-                each.subject,
-                each.job_id,
+                end.subject,
+                end.job_id,
                 largest,
             )
 
@@ -226,21 +226,21 @@ class Tracker:
 
     async def run(self) -> None:
         """Announce the ends of jobs until cancelled."""
-        failing = False
+        is_failing = False
         while True:
             try:
-                more = await self.round()
-                failing = False
+                has_more = await self.round()
+                is_failing = False
             except RunError as error:
-                if not failing:
+                if not is_failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
-                failing, more = True, False
+                is_failing, has_more = True, False
             # an error in one outlet must not stop the others, which run concurrently
             except Exception:
-                if not failing:
+                if not is_failing:
                     logger.exception("%s crashed and goes on", self._outlet.name)
-                failing, more = True, False
-            if not more:
+                is_failing, has_more = True, False
+            if not has_more:
                 await asyncio.sleep(self._interval)
 
     async def round(self) -> bool:
@@ -272,16 +272,16 @@ class Tracker:
                 )
             self._read = self._kept = position
         await self._read_again()
-        full = self._has_room() and await self._read_on(self._read)
+        is_full = self._has_room() and await self._read_on(self._read)
         if self._untold:
             for event_id in await self._outlet.tell(list(self._untold.values())):
                 self._forget(event_id)
-        waiting = [*self._untold, *(numbers[0] for numbers in self._later.values())]
-        position = min(waiting) - 1 if waiting else self._read
+        waiting_ids = [*self._untold, *(numbers[0] for numbers in self._later.values())]
+        position = min(waiting_ids) - 1 if waiting_ids else self._read
         if position > self._kept:
             await self._database.in_thread(lambda s: self._keep_position(s, position))
             self._kept = position
-        return full
+        return is_full
 
     def _keep_position(self, session: Session, position: int) -> None:
         _check(session, self._newest)
@@ -289,26 +289,26 @@ class Tracker:
 
     async def _read_on(self, position: int) -> bool:
         newest = self._newest
-        read, ends, pruned = await self._database.in_thread(
+        read_events, ends, pruned = await self._database.in_thread(
             lambda s: _next_ends(s, position, newest)
         )
         self._warn_of(pruned)
-        if read:
-            self._newest = read[-1]
-            self._read, _ = read[-1]
-        for each in ends:
-            place = self._outlet.place(each)
-            if place is not None and (place in self._later or self._to_one[place] >= MOST_TO_ONE):
-                self._later.setdefault(place, deque()).append(each.event_id)
+        if read_events:
+            self._newest = read_events[-1]
+            self._read, _ = read_events[-1]
+        for end in ends:
+            destination = self._outlet.place(end)
+            if destination is not None and (destination in self._later or self._to_one[destination] >= MOST_TO_ONE):
+                self._later.setdefault(destination, deque()).append(end.event_id)
             else:
-                self._keep(each)
-        return len(read) == READ
+                self._keep(end)
+        return len(read_events) == READ
 
     async def _read_again(self) -> None:
         """Load announcements for destinations at which few wait now."""
         ids: list[int] = []
-        for place, numbers in list(self._later.items()):
-            room = MOST_TO_ONE - self._to_one[place]
+        for destination, numbers in list(self._later.items()):
+            room = MOST_TO_ONE - self._to_one[destination]
             if room >= MOST_TO_ONE // 2 and len(ids) < READ:
                 ids += list(islice(numbers, room))
         if not ids:
@@ -322,14 +322,14 @@ class Tracker:
 
         ends, pruned = await self._database.read_in_thread(read_ends)
         self._warn_of(pruned)
-        for each in ends:
-            self._keep(each)
-        read = frozenset(ids)
-        left = {
-            place: deque(n for n in numbers if n not in read)
-            for place, numbers in self._later.items()
+        for end in ends:
+            self._keep(end)
+        read_ids = frozenset(ids)
+        remaining = {
+            destination: deque(n for n in numbers if n not in read_ids)
+            for destination, numbers in self._later.items()
         }
-        self._later = {place: numbers for place, numbers in left.items() if numbers}
+        self._later = {destination: numbers for destination, numbers in remaining.items() if numbers}
 
     def _has_room(self) -> bool:
         numbers = sum(map(len, self._later.values()))
@@ -337,15 +337,15 @@ class Tracker:
 
     def _keep(self, ended: Ended) -> None:
         self._untold[ended.event_id] = ended
-        if (place := self._outlet.place(ended)) is not None:
-            self._to_one[place] += 1
+        if (destination := self._outlet.place(ended)) is not None:
+            self._to_one[destination] += 1
 
     def _forget(self, event_id: int) -> None:
         ended = self._untold.pop(event_id, None)
-        if ended is not None and (place := self._outlet.place(ended)) is not None:
-            self._to_one[place] -= 1
-            if not self._to_one[place]:
-                del self._to_one[place]
+        if ended is not None and (destination := self._outlet.place(ended)) is not None:
+            self._to_one[destination] -= 1
+            if not self._to_one[destination]:
+                del self._to_one[destination]
 
     def _warn_of(self, pruned: Sequence[str]) -> None:
         if pruned:
@@ -366,9 +366,9 @@ def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
     """Store and return the reader's position, and the last event that it skips because it is new, or 0."""
     if session.get(Cursor, name) is not None:
         return position_of(session, name), 0
-    first = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
-    keep_position(session, name, first)
-    return position_of(session, name), first
+    first_skipped = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
+    keep_position(session, name, first_skipped)
+    return position_of(session, name), first_skipped
 
 
 def keep_position(session: Session, name: str, position: int) -> None:
@@ -387,9 +387,9 @@ def _next_ends(
 ) -> tuple[list[Known], list[Ended], list[str]]:
     """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
     _check(session, newest)
-    read = events.after(session, position, READ)
-    found, pruned = _told_of(session, [event for event in read if event.kind in events.ENDS])
-    return [(event.event_id, event.at) for event in read], found, pruned
+    read_events = events.after(session, position, READ)
+    ends, pruned = _told_of(session, [event for event in read_events if event.kind in events.ENDS])
+    return [(event.event_id, event.at) for event in read_events], ends, pruned
 
 
 def _check(session: Session, newest: Known | None) -> None:
@@ -422,8 +422,8 @@ def _ended_job(session: Session, event: Event) -> Ended | None:
     # Users may write rows by hand; this job may even have been refused because of its webhook.
     request: Any = job.request
     document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
-    found = document.get("webhook")
-    webhook = found if isinstance(found, str) else None
+    webhook_value = document.get("webhook")
+    webhook = webhook_value if isinstance(webhook_value, str) else None
     return Ended(
         event_id=event.event_id,
         job_id=job.job_id,

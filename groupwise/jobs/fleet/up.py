@@ -155,13 +155,13 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
             # This machine is the fleet's first one; if it was removed, it stays removed.
             vm = session.get(VM, LOCAL_MACHINE)
             if vm is None:
-                new = machines.NewMachine(
+                new_machine = machines.NewMachine(
                     LOCAL_MACHINE,
                     transport=LOCAL,
                     workdir=str(place.folder / "work"),
                     python=sys.executable,
                 )
-                machines.add(session, UP, new)
+                machines.add(session, UP, new_machine)
             elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
                 machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
         # with its own database setting, a fleet is not tied to this folder; and an API uses no machine
@@ -177,28 +177,29 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
 
 def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     """Move this machine's working folder if the fleet was moved. Raises UsageError if two fleets would share it."""
-    old, new = Path(vm.workdir), folder / "work"
-    if old == new or not _is_by_up(session):
+    old_folder, new_folder = Path(vm.workdir), folder / "work"
+    if old_folder == new_folder or not _is_by_up(session):
         return None
     with contextlib.suppress(OSError):  # one of them does not exist
-        if old.parent.samefile(folder):
+        if old_folder.parent.samefile(folder):
             return None  # one folder, through links
-    if os.path.exists(old.parent / DATABASE_FILE):
+    if os.path.exists(old_folder.parent / DATABASE_FILE):
         raise UsageError(
-            f"{folder} is a copy of the fleet in {old.parent}, and that one is still there: both would run their jobs in {old}, and take "
-            f"each other's for their own. To go on with {folder} instead of {old.parent}, move {old.parent} away. To have both, give this "
-            f"one a working folder of its own, while no job of it runs: `groupwise fleet vm set --fleet {folder} local --workdir {new}`."
+            f"{folder} is a copy of the fleet in {old_folder.parent}, and that one is still there: both would run their jobs in "
+            f"{old_folder}, and take each other's for their own. To go on with {folder} instead of {old_folder.parent}, move "
+            f"{old_folder.parent} away. To have both, give this one a working folder of its own, while no job of it runs: `groupwise fleet "
+            f"vm set --fleet {folder} local --workdir {new_folder}`."
         )
     try:
-        machines.change(session, UP, LOCAL_MACHINE, workdir=str(new))
+        machines.change(session, UP, LOCAL_MACHINE, workdir=str(new_folder))
     except (
         Refusal
     ) as refusal:  # the supervisor of a job writes its exit record to the path that it knows
         raise UsageError(
-            f"the fleet was moved from {old.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
-            f"`ln -s {folder} {old.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
+            f"the fleet was moved from {old_folder.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
+            f"`ln -s {folder} {old_folder.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
         ) from None
-    return f"The fleet was moved from {old.parent}: jobs of this machine run in {new} from now on."
+    return f"The fleet was moved from {old_folder.parent}: jobs of this machine run in {new_folder} from now on."
 
 
 def _is_by_up(session: Session) -> bool:
@@ -227,26 +228,26 @@ class Hosts:
         self._replaced: list[Host] = []
 
     def __call__(self, machine: Machine) -> Host:
-        known = self._kept.get(machine.vm_id)
-        if known is not None and same_way(known[0], machine):
-            return known[1]
-        if known is not None:
-            self._replaced.append(known[1])
-        made = host_of(machine)
-        self._kept[machine.vm_id] = machine, made
-        return made
+        connection = self._kept.get(machine.vm_id)
+        if connection is not None and same_way(connection[0], machine):
+            return connection[1]
+        if connection is not None:
+            self._replaced.append(connection[1])
+        host = host_of(machine)
+        self._kept[machine.vm_id] = machine, host
+        return host
 
     def doubt(self, vm_id: str) -> None:
         """Mark connections kept open to this machine as possibly dead."""
-        known = self._kept.get(vm_id)
-        if known is not None and isinstance(known[1], SshHost):
-            known[1].doubt()
+        connection = self._kept.get(vm_id)
+        if connection is not None and isinstance(connection[1], SshHost):
+            connection[1].doubt()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
         """Close connections to all machines but these, and those that were replaced."""
-        removed = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
-        closing, self._replaced = [*self._replaced, *removed], []
-        await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
+        removed_hosts = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
+        hosts_to_close, self._replaced = [*self._replaced, *removed_hosts], []
+        await asyncio.gather(*(host.close() for host in hosts_to_close), return_exceptions=True)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -316,16 +317,16 @@ class _ControlPlane:
         self._bell.open()
         try:
             async with self._answering(address) as url, asyncio.TaskGroup() as group:
-                playing = [group.create_task(self._play(role)) for role in self._roles]
-                beside = [group.create_task(self._heartbeats())]
+                role_tasks = [group.create_task(self._play(role)) for role in self._roles]
+                other_tasks = [group.create_task(self._heartbeats())]
                 if len(self._roles) == len(ROLES):
-                    news = Newsreader(self._place, self._database, self._say, url)
-                    beside.append(group.create_task(news.run()))
+                    listener = Newsreader(self._place, self._database, self._say, url)
+                    other_tasks.append(group.create_task(listener.run()))
                 elif url is not None:
                     self._say(f"The API answers at {url}.")
                 await self._stopping.wait()
-                await asyncio.wait(playing)
-                for task in beside:
+                await asyncio.wait(role_tasks)
+                for task in other_tasks:
                     task.cancel()
         finally:
             await self._bell.close()
@@ -365,7 +366,7 @@ class _ControlPlane:
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=1.0)
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
-            began = loop.time()
+            started_at = loop.time()
             try:
                 await self._players[role.name](role)
             except RunError as error:
@@ -373,7 +374,7 @@ class _ControlPlane:
             except Exception as error:  # a bug in one role must not end the others
                 log.exception("the %s crashed", role.name)
                 self._note_crash(role, f"{type(error).__name__}: {error}")
-            if loop.time() - began > 2 * LONGEST_PAUSE:
+            if loop.time() - started_at > 2 * LONGEST_PAUSE:
                 backoff.reset()
             if not self._stopping.is_set():
                 await wait_at_most(backoff.next(), self._stopping)
@@ -386,11 +387,11 @@ class _ControlPlane:
     async def _until_stopped(self, work: Awaitable[None]) -> None:
         """Run an endless loop until the stop."""
         task = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-        for each in (task, stopping):
-            each.cancel()
-        await asyncio.gather(stopping, return_exceptions=True)
+        stop_task = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((task, stop_task), return_when=asyncio.FIRST_COMPLETED)
+        for either in (task, stop_task):
+            either.cancel()
+        await asyncio.gather(stop_task, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
@@ -415,10 +416,10 @@ class _ControlPlane:
         if settings.database is None:
             # the folder's lock shows that the previous dispatcher is gone, so its leases need not run out
             await self._database.in_thread(records.let_all_go)
-        began: float | None = None
+        started_at: float | None = None
         if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
             now = await self._database.read_in_thread(seconds)
-            began = now - (time.monotonic() - self._began)
+            started_at = now - (time.monotonic() - self._began)
         dispatcher = GlobalJobDispatcher(
             self._parts(gateway),
             Tuning(
@@ -427,18 +428,18 @@ class _ControlPlane:
                 keeping=Keeping(
                     3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours
                 ),
-                began=began,
+                began=started_at,
             ),
             owner=role.owner,
             gateway=gateway,
         )
         role.dispatcher = dispatcher
-        running = asyncio.ensure_future(dispatcher.run())
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        dispatch_task = asyncio.ensure_future(dispatcher.run())
+        stop_task = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((dispatch_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
+        stop_task.cancel()
         dispatcher.stop()
-        await running
+        await dispatch_task
 
     def _parts(self, gateway: Gateway) -> Parts:
         place = self._place
@@ -466,24 +467,24 @@ class _ControlPlane:
         await self._until_stopped(manager.run())
 
     async def _track(self, role: _Role) -> None:
-        hooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
-        outlets: list[Outlet] = [hooks]
+        webhooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
+        outlets: list[Outlet] = [webhooks]
         link = None
         if (url := self._place.nats_url) is not None:
             # a configured address that fails is an error; the default one need not answer
-            absent = logging.WARNING if self._settings.nats_url else logging.INFO
-            role.link = link = NatsLink(access_from(url, os.environ), absent=absent)
+            absent_level = logging.WARNING if self._settings.nats_url else logging.INFO
+            role.link = link = NatsLink(access_from(url, os.environ), absent=absent_level)
             link.open()
             outlets.append(NatsOutlet(link))
         try:
             async with asyncio.TaskGroup() as group:
                 for outlet in outlets:
                     group.create_task(self._until_stopped(Tracker(self._database, outlet).run()))
-                if (word := self._settings.ship_logs) is not None:
-                    shipper = Shipper(self._database, self._place.logs, sink_of(word))
+                if (log_target := self._settings.ship_logs) is not None:
+                    shipper = Shipper(self._database, self._place.logs, sink_of(log_target))
                     group.create_task(self._until_stopped(shipper.run()))
         finally:
-            await hooks.close()
+            await webhooks.close()
             if link is not None:
                 await link.close()
 
@@ -523,22 +524,22 @@ class _ControlPlane:
         return ships or role.name in USE_THE_FOLDER
 
     def _facts(self, role: _Role) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "crashes": role.crashes,
             "last_error": role.last_error,
             processes.PROCESS: self._identity,
             processes.RELEASE: self._release,
         }
         if self._uses_folder(role):
-            found[processes.FOLDER] = self._folder
+            facts[processes.FOLDER] = self._folder
         # without a configured address there need not be a server
         if role.link is not None and (self._settings.nats_url or role.link.is_there):
-            found[processes.TELLING] = {"trouble": role.link.trouble}
+            facts[processes.TELLING] = {"trouble": role.link.trouble}
         if role.name in SPEAK_WITH_NATS:
-            found[processes.NATS] = self._nats
+            facts[processes.NATS] = self._nats
         if role.dispatcher is not None and role.dispatcher.not_asked:
-            found[processes.NOT_ASKED] = role.dispatcher.not_asked
-        return found
+            facts[processes.NOT_ASKED] = role.dispatcher.not_asked
+        return facts
 
     async def _sign_off(self) -> None:
         """Remove the rows of this process, and report how many jobs are still running."""
@@ -550,17 +551,20 @@ class _ControlPlane:
             return list(session.scalars(query.order_by(Job.created_at)))
 
         try:
-            running = await self._database.in_thread(leave)
+            running_jobs = await self._database.in_thread(leave)
         except GroupwiseError as error:
             log.warning("the end could not be written down: %s", error)
             return
         if len(self._roles) < len(ROLES):
             return
         farewell = "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
-        if running:
-            more = f" and {len(running) - 3} more" if len(running) > 3 else ""
-            runs = "runs" if len(running) == 1 else "run"
-            farewell = f"The fleet has ended; {', '.join(running[:3])}{more} {runs} on. `groupwise fleet up` picks up where it is then."
+        if running_jobs:
+            rest_note = f" and {len(running_jobs) - 3} more" if len(running_jobs) > 3 else ""
+            verb = "runs" if len(running_jobs) == 1 else "run"
+            farewell = (
+                f"The fleet has ended; {', '.join(running_jobs[:3])}{rest_note} {verb} on. "
+                "`groupwise fleet up` picks up where it is then."
+            )
         with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)
 

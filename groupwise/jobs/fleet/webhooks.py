@@ -128,73 +128,73 @@ class WebhookOutlet:
 
     def place(self, ended: Ended) -> str | None:
         """See `Outlet`."""
-        found = None if ended.webhook is None else _place(ended.webhook)
-        return None if found is None else f"{found[0]}:{found[1]}"
+        address = None if ended.webhook is None else _place(ended.webhook)
+        return None if address is None else f"{address[0]}:{address[1]}"
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`. Deliveries in progress continue after this returns."""
         silent = {e.event_id for e in ended if e.webhook is None}
         with_webhook = [e for e in ended if e.webhook is not None]
-        new = [e for e in with_webhook if e.event_id not in self._trials]
-        known = await self._settled_deliveries(new) if new else frozenset[int]()
+        new_ends = [e for e in with_webhook if e.event_id not in self._trials]
+        settled_ids = await self._settled_deliveries(new_ends) if new_ends else frozenset[int]()
         now = self._clock()
-        for each in with_webhook:
-            if each.event_id in known or each.event_id in self._settled:
+        for end in with_webhook:
+            if end.event_id in settled_ids or end.event_id in self._settled:
                 continue
-            trial = self._trials.setdefault(each.event_id, _Trial())
-            place = self._to.setdefault(_place(each.webhook or ""), _Destination())
-            if not trial.is_queued and max(trial.next_at, place.next_at) <= now:
+            trial = self._trials.setdefault(end.event_id, _Trial())
+            destination = self._to.setdefault(_place(end.webhook or ""), _Destination())
+            if not trial.is_queued and max(trial.next_at, destination.next_at) <= now:
                 trial.is_queued = True
-                place.queue[each.event_id] = each
+                destination.queue[end.event_id] = end
         self._begin()
-        if workers := [worker for place in self._to.values() for worker in place.workers]:
+        if workers := [worker for destination in self._to.values() for worker in destination.workers]:
             await asyncio.wait(workers, timeout=LISTENED)
         self._end()
-        done, self._settled = silent | known | self._settled, set()
-        for event_id in done:
+        finished, self._settled = silent | settled_ids | self._settled, set()
+        for event_id in finished:
             self._trials.pop(event_id, None)
-        return frozenset(done)
+        return frozenset(finished)
 
     async def close(self) -> None:
         """Cancel deliveries in progress, which the next tracker tries again, and close the connections."""
         await tasks.cancel_and_wait(
-            *(worker for place in self._to.values() for worker in place.workers)
+            *(worker for destination in self._to.values() for worker in destination.workers)
         )
         await self._http.aclose()
 
     def _begin(self) -> None:
-        for place in self._to.values():
-            most = min(AT_ONE_PLACE if place.has_answered else 1, len(place.queue))
-            while len(place.workers) < most:
-                place.workers.add(asyncio.create_task(self._work(place)))
+        for destination in self._to.values():
+            max_workers = min(AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue))
+            while len(destination.workers) < max_workers:
+                destination.workers.add(asyncio.create_task(self._work(destination)))
 
     def _end(self) -> None:
         """Forget workers that have ended. Raises the error of one that failed."""
-        failed: BaseException | None = None
-        for place in self._to.values():
-            for worker in [each for each in place.workers if each.done()]:
-                place.workers.remove(worker)
-                failed = worker.exception() or failed
+        failure: BaseException | None = None
+        for destination in self._to.values():
+            for worker in [task for task in destination.workers if task.done()]:
+                destination.workers.remove(worker)
+                failure = worker.exception() or failure
         now = self._clock()
         self._to = {
-            key: place
-            for key, place in self._to.items()
-            if place.workers or place.queue or now < max(place.next_at, place.mute_until)
+            key: destination
+            for key, destination in self._to.items()
+            if destination.workers or destination.queue or now < max(destination.next_at, destination.mute_until)
         }
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
 
-    async def _work(self, place: _Destination) -> None:
+    async def _work(self, destination: _Destination) -> None:
         """Try the deliveries that wait for a destination one by one, those with the fewest attempts first."""
-        while place.queue:
-            event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
-            ended = place.queue.pop(event_id)
-            async with self._mute if self._clock() < place.mute_until else self._places:
+        while destination.queue:
+            event_id = min(destination.queue, key=lambda queued_id: (self._trials[queued_id].attempts, queued_id))
+            ended = destination.queue.pop(event_id)
+            async with self._mute if self._clock() < destination.mute_until else self._places:
                 trial = self._trials[ended.event_id]
                 try:
                     if trial.end is None:
                         trial.attempts += 1
-                        await self._ask(ended, trial, place)
+                        await self._ask(ended, trial, destination)
                     if trial.end is not None:
                         await self._settle(ended, trial, *trial.end)
                 finally:
@@ -209,12 +209,12 @@ class WebhookOutlet:
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
         return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
 
-    async def _ask(self, ended: Ended, trial: _Trial, place: _Destination) -> None:
+    async def _ask(self, ended: Ended, trial: _Trial, destination: _Destination) -> None:
         assert ended.webhook is not None
         try:
             async with asyncio.timeout(ANSWERED):
                 status = await self._post(ended.webhook, ended)
-            place.failures, place.has_answered, place.mute_until = 0, True, 0.0
+            destination.failures, destination.has_answered, destination.mute_until = 0, True, 0.0
             problem = f"HTTP {status}"
             if 200 <= status < 300:
                 trial.end = DELIVERED, problem
@@ -224,30 +224,30 @@ class WebhookOutlet:
             return
         except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout):
             problem = f"no answer within {ANSWERED:g} seconds"
-            self._is_mute(place)
+            self._is_mute(destination)
         except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             problem = _describe(error)
-            self._is_mute(place)
-            self._is_away(place, problem)
+            self._is_mute(destination)
+            self._is_away(destination, problem)
         except Exception as error:  # noqa: BLE001 - submitters choose the addresses, and one must not end the delivery to others
             problem = _describe(error)
         self._note_failure(trial, problem)
 
-    def _is_mute(self, place: _Destination) -> None:
-        place.has_answered, place.mute_until = False, self._clock() + MUTE
+    def _is_mute(self, destination: _Destination) -> None:
+        destination.has_answered, destination.mute_until = False, self._clock() + MUTE
 
-    def _is_away(self, place: _Destination, problem: str) -> None:
+    def _is_away(self, destination: _Destination, problem: str) -> None:
         """The host is unreachable: count a failed attempt for all deliveries that wait for it."""
-        if place.next_at <= self._clock():  # else another delivery has just found this out
-            place.failures += 1
-            place.next_at = self._clock() + _pause(min(place.failures, AWAY))
-        for event_id in list(place.queue):
+        if destination.next_at <= self._clock():  # else another delivery has just found this out
+            destination.failures += 1
+            destination.next_at = self._clock() + _pause(min(destination.failures, AWAY))
+        for event_id in list(destination.queue):
             trial = self._trials[event_id]
             if trial.end is None:
                 trial.attempts += 1
                 self._note_failure(trial, problem)
             if trial.end is None:
-                del place.queue[event_id]
+                del destination.queue[event_id]
                 trial.is_queued = False
 
     def _note_failure(self, trial: _Trial, problem: str) -> None:
@@ -260,10 +260,10 @@ class WebhookOutlet:
         host, port, scheme = _parts(url)
         address = _allowed_address(await self._resolve(host, port), host, self._allow_private)
         parts = urlsplit(url)
-        shown = f"[{address}]" if ":" in address else address
+        address_text = f"[{address}]" if ":" in address else address
         request = self._http.build_request(
             "POST",
-            parts._replace(netloc=f"{shown}:{port}", fragment="").geturl(),
+            parts._replace(netloc=f"{address_text}:{port}", fragment="").geturl(),
             content=ended.message(),
             headers={
                 "Host": parts.netloc,
@@ -273,9 +273,9 @@ class WebhookOutlet:
             },
             extensions={"sni_hostname": host} if scheme == "https" else {},
         )
-        answer = await self._http.send(request, stream=True)
-        await answer.aclose()  # only the status matters; the body is not read
-        return answer.status_code
+        response = await self._http.send(request, stream=True)
+        await response.aclose()  # only the status matters; the body is not read
+        return response.status_code
 
     async def _settle(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
         if kind == GIVEN_UP:
@@ -339,8 +339,8 @@ def _allowed_address(addresses: list[str], host: str, allow_private: bool) -> st
 
 
 _INNER = [
-    ipaddress.ip_network(each)
-    for each in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
+    ipaddress.ip_network(network)
+    for network in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
 ]
 """6to4 relays, which lead into any network that uses them; Azure's virtual address for its machines; addresses for documentation."""
 
@@ -362,5 +362,5 @@ def is_public(address: str) -> bool:
 async def addresses_of(host: str, port: int) -> list[str]:
     """Addresses from the system's resolver, in its order."""
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    results = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
+    return list(dict.fromkeys(str(address[0]) for *_, address in results))

@@ -98,15 +98,15 @@ class View:
         avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
         """Find room for a job, or return the reasons why there is none."""
-        if (why := self.over_quota(resources, project)) is not None:
-            return why
-        open_to_it = self._open_to(resources, project, self.machines.values())
-        held = self.held_before(key)
-        found = place(resources, open_to_it, held_for_others=held, avoid=avoid)
-        if isinstance(found, Blocked) and self._may_take_no_more(resources, project):
-            uses, share = self._quota_use(project), resources.share_mb
-            return Blocked((f"{uses}, and those have no room for a share of {share} MB",))
-        return found
+        if (quota_reason := self.over_quota(resources, project)) is not None:
+            return quota_reason
+        open_machines = self._open_to(resources, project, self.machines.values())
+        held_before = self.held_before(key)
+        placement = place(resources, open_machines, held_for_others=held_before, avoid=avoid)
+        if isinstance(placement, Blocked) and self._may_take_no_more(resources, project):
+            quota_use, share = self._quota_use(project), resources.share_mb
+            return Blocked((f"{quota_use}, and those have no room for a share of {share} MB",))
+        return placement
 
     def room_for(
         self, resources: Resources, project: str, key: RankKey, avoid: Avoid = NOTHING_AVOIDED
@@ -129,8 +129,8 @@ class View:
 
     def is_full(self, after: RankKey | None = None) -> bool:
         """True if nothing is free, for any job or for jobs after `after`; none of them needs to be tried then."""
-        held = NOTHING_HELD if after is None else self.held_before(after)
-        return not any(has_room(machine, held) for machine in self._with_room())
+        held_before = NOTHING_HELD if after is None else self.held_before(after)
+        return not any(has_room(machine, held_before) for machine in self._with_room())
 
     def _with_room(self) -> list[Machine]:
         names = self.machines if self.roomy is None else self.roomy
@@ -160,49 +160,49 @@ class View:
 
     def _shared_by(self, project: str) -> frozenset[int]:
         """gpu_id of each GPU of which the project holds shares."""
-        held = self.quotas[project].held
+        held_gpus = self.quotas[project].held
         return frozenset(
             gpu.gpu_id
             for machine in self.machines.values()
             for gpu in machine.gpus
-            if gpu.gpu_id in held and not gpu.whole
+            if gpu.gpu_id in held_gpus and not gpu.whole
         )
 
     def _open_to(
-        self, resources: Resources, project: str, among: Iterable[Machine]
+        self, resources: Resources, project: str, machines: Iterable[Machine]
     ) -> Iterable[Machine]:
         """The machines as the job may use them: those kept for other projects are closed, and a project with an exhausted quota sees only
         GPUs that it shares already."""
-        among = [
-            each
-            if each.projects is None or project in each.projects
-            else replace(each, closed=True)
-            for each in among
+        machines = [
+            machine
+            if machine.projects is None or project in machine.projects
+            else replace(machine, closed=True)
+            for machine in machines
         ]
         if not self._may_take_no_more(resources, project):
-            return among
-        own = self._shared_by(project)
-        with_own_gpus = ((each, tuple(g for g in each.gpus if g.gpu_id in own)) for each in among)
-        return [replace(each, gpus=gpus) for each, gpus in with_own_gpus if gpus]
+            return machines
+        shared_gpus = self._shared_by(project)
+        with_shared_gpus = ((machine, tuple(g for g in machine.gpus if g.gpu_id in shared_gpus)) for machine in machines)
+        return [replace(machine, gpus=gpus) for machine, gpus in with_shared_gpus if gpus]
 
     def held_before(self, key: RankKey) -> Held:
         """Capacity withheld for jobs before this one in the queue."""
         while self.patient and self.patient[0][0] < key:
-            other, resources, project = self.patient.popleft()
+            other_key, resources, project = self.patient.popleft()
             if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
-                self.withhold_for(resources, project, other)
-        together = NOTHING_HELD
-        for other, held in self.held:
-            if other < key:
-                together = together.and_also(held)
-        return together
+                self.withhold_for(resources, project, other_key)
+        total = NOTHING_HELD
+        for other_key, withheld in self.held:
+            if other_key < key:
+                total = total.and_also(withheld)
+        return total
 
     def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
-        if all(other != key for other, _ in self.held):
-            before = self.held_before(key)
-            open_to_it = self._open_to(resources, project, self.machines.values())
-            withheld = withhold(resources, open_to_it, job_id=key[1], held=before)
+        if all(other_key != key for other_key, _ in self.held):
+            held_before = self.held_before(key)
+            open_machines = self._open_to(resources, project, self.machines.values())
+            withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
             if withheld.gpus or withheld.slots:
                 self.held.append((key, withheld))
                 self.held.sort(key=lambda entry: entry[0])
@@ -215,16 +215,16 @@ def _gpus_of(resources: Resources) -> int:
 def view(session: Session, projects: Collection[str]) -> View:
     """Read the free capacity, the withheld capacity, and the quotas of these projects."""
     now = seconds(session)
-    patient = _patient(session, now)
-    counted = {*projects, *(project for _, _, project in patient)}
+    waiting_jobs = _patient(session, now)
+    counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     in_use = _sum_reservations(session, None)
     limits = {
         name: Quota(
-            most, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
+            max_gpus, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
         )
-        for name, most in _limits(session, counted).items()
+        for name, max_gpus in _limits(session, counted_projects).items()
     }
-    return View(now, _machines(session, now, None, in_use), deque(patient), quotas=limits)
+    return View(now, _machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
 
 
 def machines(
@@ -237,24 +237,24 @@ def machines(
 def _machines(
     session: Session, now: float, vm_ids: Collection[str] | None, in_use: _Taken
 ) -> dict[str, Machine]:
-    of_these = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
-    rows = session.execute(select(*_VM_COLUMNS).where(of_these)).all()
+    is_selected = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
+    rows = session.execute(select(*_VM_COLUMNS).where(is_selected)).all()
     gpus = _gpus(session, vm_ids, in_use)
-    found: dict[str, Machine] = {}
+    by_name: dict[str, Machine] = {}
     for row in rows:
         facts: Mapping[str, Any] = row.facts or {}
         strays = untracked_processes.holding(facts)
         engine = elastic_of(row.engine)
-        own = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        usable_gpus = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
         slots = (
             engine.said.slots
             if engine
-            else (int(not own) if row.cpu_slots is None else row.cpu_slots)
+            else (int(not usable_gpus) if row.cpu_slots is None else row.cpu_slots)
         )
         labels: Mapping[str, Any] = row.labels or {}
-        found[row.vm_id] = Machine(
+        by_name[row.vm_id] = Machine(
             vm_id=row.vm_id,
-            gpus=own,
+            gpus=usable_gpus,
             trouble=_trouble(row, now) or (engine and engine.problem),
             projects=kept_for(row.projects),
             slots=slots,
@@ -270,7 +270,7 @@ def _machines(
             promised_ram_mb=in_use.ram_mb.get(row.vm_id, 0),
             engine=engine,
         )
-    return found
+    return by_name
 
 
 def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
@@ -278,8 +278,8 @@ def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
     share = strays.shares_mb.get(gpu.uuid, 0)
     if not share and gpu.uuid not in strays.whole:
         return gpu
-    whole = gpu.whole or gpu.uuid in strays.whole
-    return replace(gpu, whole=whole, shares_mb=gpu.shares_mb + share)
+    is_whole = gpu.whole or gpu.uuid in strays.whole
+    return replace(gpu, whole=is_whole, shares_mb=gpu.shares_mb + share)
 
 
 _VM_COLUMNS = (
@@ -326,7 +326,7 @@ def _trouble(row: Any, now: float) -> str | None:
         (row.degraded, f"its GPUs cannot be read{problem}"),
         (age > stale, f"not observed for over {minutes} (is a poller running?)"),
     )
-    return next((why for applies, why in reasons if applies), None)
+    return next((reason for is_true, reason in reasons if is_true), None)
 
 
 def stale_after(facts: Mapping[str, Any] | None) -> float:
@@ -385,24 +385,24 @@ def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Take
     )
     if vm_ids is not None:
         query = query.where(Reservation.vm_id.in_(vm_ids))
-    found, members = _Taken(), set[tuple[str, int]]()
+    totals, members = _Taken(), set[tuple[str, int]]()
     for row in session.execute(query):
         if row.gpu_id is None:
-            found.slots.setdefault(row.vm_id, set()).add(row.slot)
+            totals.slots.setdefault(row.vm_id, set()).add(row.slot)
             if row.counts:
-                so_far = found.of_engines.get(row.project, 0)
-                found.of_engines[row.project] = so_far + row.of_engine
+                engine_gpus = totals.of_engines.get(row.project, 0)
+                totals.of_engines[row.project] = engine_gpus + row.of_engine
         elif row.share_mb is None:
-            found.whole.add(row.gpu_id)
+            totals.whole.add(row.gpu_id)
         else:
-            found.shares[row.gpu_id] = found.shares.get(row.gpu_id, 0) + row.share_mb
+            totals.shares[row.gpu_id] = totals.shares.get(row.gpu_id, 0) + row.share_mb
         if row.gpu_id is not None and row.counts:
-            found.of_project.setdefault(row.project, set()).add(row.gpu_id)
+            totals.of_project.setdefault(row.project, set()).add(row.gpu_id)
         if (row.vm_id, row.epoch) not in members:
             members.add((row.vm_id, row.epoch))
-            found.cpus[row.vm_id] = found.cpus.get(row.vm_id, 0) + (row.cpus or 0)
-            found.ram_mb[row.vm_id] = found.ram_mb.get(row.vm_id, 0) + (row.ram_mb or 0)
-    return found
+            totals.cpus[row.vm_id] = totals.cpus.get(row.vm_id, 0) + (row.cpus or 0)
+            totals.ram_mb[row.vm_id] = totals.ram_mb.get(row.vm_id, 0) + (row.ram_mb or 0)
+    return totals
 
 
 def _gpus(
@@ -422,10 +422,10 @@ def _gpus(
     ).order_by(GPU.vm_id, GPU.index, GPU.gpu_id)
     if vm_ids is not None:
         query = query.where(GPU.vm_id.in_(vm_ids))
-    found: dict[str, list[MachineGPU]] = {}
+    by_machine: dict[str, list[MachineGPU]] = {}
     for row in session.execute(query):
         vm_id, gpu_id, index, uuid, model, memory_mb, observed, detail, quarantined = row
-        found.setdefault(vm_id, []).append(
+        by_machine.setdefault(vm_id, []).append(
             MachineGPU(
                 gpu_id,
                 index,
@@ -437,7 +437,7 @@ def _gpus(
                 shares_mb=in_use.shares.get(gpu_id, 0),
             )
         )
-    return found
+    return by_machine
 
 
 _OBSERVED: Mapping[str, str] = {
@@ -454,8 +454,8 @@ def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> 
         return f"is quarantined: {quarantined}"
     if observed == Observed.OK:
         return None
-    words = _OBSERVED.get(observed, f"is {observed}")
-    return f"{words} ({detail})" if detail else words
+    state = _OBSERVED.get(observed, f"is {observed}")
+    return f"{state} ({detail})" if detail else state
 
 
 def _whole(value: Any) -> int | None:
@@ -472,8 +472,8 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
     if not projects:
         return set()
     query = select(Project.name).where(Project.name.in_(projects), Project.max_gpus.is_not(None))
-    locked = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)
-    return set(session.scalars(locked))
+    locked_query = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)
+    return set(session.scalars(locked_query))
 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
@@ -481,7 +481,7 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     limits = _limits(session, projects)
     if not limits:
         return {}
-    used = (
+    reserved = (
         select(Job.project, Reservation.gpu_id, GPUS_OF_ENGINE)
         .select_from(Reservation)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
@@ -489,15 +489,15 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
         .join(VM, VM.vm_id == Reservation.vm_id)
         .where(Reservation.released_at.is_(None), Job.project.in_(limits), _COUNTS)
     )
-    held: dict[str, set[int]] = {}
-    of_engines: dict[str, int] = {}
-    for project, gpu_id, count in session.execute(used):
+    held_gpus: dict[str, set[int]] = {}
+    engine_gpus: dict[str, int] = {}
+    for project, gpu_id, count in session.execute(reserved):
         if gpu_id is not None:
-            held.setdefault(project, set()).add(gpu_id)
-        of_engines[project] = of_engines.get(project, 0) + count
+            held_gpus.setdefault(project, set()).add(gpu_id)
+        engine_gpus[project] = engine_gpus.get(project, 0) + count
     return {
-        name: Quota(most, frozenset(held.get(name, ())), of_engines.get(name, 0))
-        for name, most in limits.items()
+        name: Quota(max_gpus, frozenset(held_gpus.get(name, ())), engine_gpus.get(name, 0))
+        for name, max_gpus in limits.items()
     }
 
 
@@ -513,21 +513,21 @@ def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str
 
     Queued jobs that need only one GPU or slot are left out: they simply get the next one that becomes free.
     """
-    since = now - PATIENCE_SECONDS
-    found: dict[str, tuple[RankKey, Resources, str]] = {}
+    waiting_before = now - PATIENCE_SECONDS
+    by_job: dict[str, tuple[RankKey, Resources, str]] = {}
     for best in best_of_shapes(session):
-        held_back = best.not_before > now
-        if not held_back and best.waiting_since is not None and best.waiting_since <= since:
-            found[best.key[1]] = (best.key, best.resources, best.project)
-    queued = (
+        is_held_back = best.not_before > now
+        if not is_held_back and best.waiting_since is not None and best.waiting_since <= waiting_before:
+            by_job[best.key[1]] = (best.key, best.resources, best.project)
+    queued_jobs = (
         select(Job.job_id, Job.rank, Job.resources, Job.project)
-        .where(QUEUED, Job.waiting_since <= since, Job.not_before <= now, Job.rank.is_not(None))
+        .where(QUEUED, Job.waiting_since <= waiting_before, Job.not_before <= now, Job.rank.is_not(None))
         .order_by(Job.waiting_since)
         .limit(MOST_ASKED)
     )
-    for job_id, rank, document, project in session.execute(queued):
+    for job_id, rank, document, project in session.execute(queued_jobs):
         assert rank is not None
         resources = Resources.model_validate(document or {})
         if _gpus_of(resources) > 1 or resources.machines > 1:
-            found[job_id] = ((rank, job_id), resources, project)
-    return sorted(found.values(), key=lambda entry: entry[0])[:MOST_ASKED]
+            by_job[job_id] = ((rank, job_id), resources, project)
+    return sorted(by_job.values(), key=lambda entry: entry[0])[:MOST_ASKED]

@@ -122,19 +122,19 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         return Round()
     plan = _Plan()
     projects = {job.project for job in jobs}
-    locked = capacity.lock_quotas(session, projects)  # the bookings below count against them
-    found = capacity.view(session, projects)
+    locked_projects = capacity.lock_quotas(session, projects)  # the bookings below count against them
+    view = capacity.view(session, projects)
     plan.projects.update(projects)
-    plan.quotas.update({name: found.quotas[name] for name in locked})
-    drained = _plan_all(session, found, plan, jobs, limit)
-    made = _book(session, found, plan, Lease(owner, lease_seconds))
-    more = len(made) < len(plan.placed) or not (drained or plan.full)
+    plan.quotas.update({name: view.quotas[name] for name in locked_projects})
+    is_drained = _plan_all(session, view, plan, jobs, limit)
+    claimed = _book(session, view, plan, Lease(owner, lease_seconds))
+    has_more = len(claimed) < len(plan.placed) or not (is_drained or plan.full)
     if plan.dependent or plan.blocked:
-        blocked = sorted(plan.blocked.values(), key=lambda each: each.key)
-        unplaced = Unplaced(plan.dependent, blocked, drained)
-        return Round(made, unplaced, again=bool(made) and more)
-    woken = requeue_pending.wake_unnoticed(session, found) if drained else 0
-    return Round(made, again=bool(made) and (more or bool(woken)))
+        blocked_jobs = sorted(plan.blocked.values(), key=lambda blocked_job: blocked_job.key)
+        unplaced = Unplaced(plan.dependent, blocked_jobs, is_drained)
+        return Round(claimed, unplaced, again=bool(claimed) and has_more)
+    woken_count = requeue_pending.wake_unnoticed(session, view) if is_drained else 0
+    return Round(claimed, again=bool(claimed) and (has_more or bool(woken_count)))
 
 
 def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
@@ -148,9 +148,9 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
         _let_wait_for_jobs(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
-        found = capacity.view(session, {job.project for job in unplaced.blocked})
-        _let_wait_for_room(session, unplaced.blocked, found, actor)
-    return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, found))
+        view = capacity.view(session, {job.project for job in unplaced.blocked})
+        _let_wait_for_room(session, unplaced.blocked, view, actor)
+    return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
 
 
 # --- candidates -----------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _candidates(
 
     Leaves out shapes in `passed_over` and jobs up to `after`.
     """
-    chosen = (
+    chosen_jobs = (
         select(Job.job_id)
         .where(
             QUEUED,
@@ -216,7 +216,7 @@ def _candidates(
             Job.request["after"].label("follows"),
             Job.request["allow_smaller_batch"].label("smaller"),
         )
-        .join(chosen, chosen.c.job_id == Job.job_id)
+        .join(chosen_jobs, chosen_jobs.c.job_id == Job.job_id)
         .order_by(Job.rank, Job.job_id)
     ).all()
     return [
@@ -273,28 +273,28 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         .where(Attempt.job_id.in_(generations))
         .order_by(Attempt.epoch, Member.rank)
     ).all()
-    found: dict[str, _Earlier] = {}
-    blamed: dict[int, _Earlier] = {}
+    by_job: dict[str, _Earlier] = {}
+    blamed_attempts: dict[int, _Earlier] = {}
     for row in rows:
         if row.generation != generations[row.job_id]:
             continue
-        earlier = found.setdefault(row.job_id, _Earlier())
+        earlier = by_job.setdefault(row.job_id, _Earlier())
         # A void attempt never ran, so its number is used again.
         earlier.number = row.number + (row.outcome != Outcome.VOID)
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
             earlier.machines.add(row.vm_id)
         if row.failure_class in (FailureClass.GPU_FAULT, FailureClass.LAUNCH_FAILURE):
-            blamed[row.epoch] = earlier
-    if blamed:
-        _note_blamed_gpus(session, blamed)
-    return found
+            blamed_attempts[row.epoch] = earlier
+    if blamed_attempts:
+        _note_blamed_gpus(session, blamed_attempts)
+    return by_job
 
 
 def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
     """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of
     the attempt."""
-    had = session.execute(
+    reservations = session.execute(
         select(
             Reservation.epoch,
             Reservation.vm_id,
@@ -307,13 +307,13 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
         .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
         .where(Reservation.epoch.in_(blamed))
     ).all()
-    named = {(row.epoch, row.gpu_id) for row in had if row.uuid and row.uuid in (row.because or "")}
-    naming = {epoch for epoch, _ in named}
-    for row in had:
+    named_gpus = {(row.epoch, row.gpu_id) for row in reservations if row.uuid and row.uuid in (row.because or "")}
+    naming_epochs = {epoch for epoch, _ in named_gpus}
+    for row in reservations:
         earlier = blamed[row.epoch]
         if row.gpu_id is None:
             earlier.slots.add((row.vm_id, row.slot))
-        elif row.epoch not in naming or (row.epoch, row.gpu_id) in named:
+        elif row.epoch not in naming_epochs or (row.epoch, row.gpu_id) in named_gpus:
             earlier.gpus.add(row.gpu_id)
 
 
@@ -346,7 +346,7 @@ class _Plan:
 
 
 def _plan_all(
-    session: Session, found: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
+    session: Session, view: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
 ) -> bool:
     """Plan these candidates, then the jobs after them until `limit` are placed. Returns whether the end of the queue was reached.
 
@@ -357,48 +357,48 @@ def _plan_all(
         plan.before.update(_earlier_attempts(session, jobs))
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
-        may_begin = [job for job in jobs if job.job_id not in unmet]
-        _plan(found, plan, [job for job in may_begin if job.project not in plan.busy])
+        startable = [job for job in jobs if job.job_id not in unmet]
+        _plan(view, plan, [job for job in startable if job.project not in plan.busy])
         if len(jobs) < remaining:
             return True
         remaining = limit - len(plan.placed)
-        plan.full = found.is_full(jobs[-1].key)
+        plan.full = view.is_full(jobs[-1].key)
         if not remaining or plan.full:
             return False
-        jobs = _candidates(session, found.now, remaining, plan.blocked, jobs[-1].key)
-        _look_at_quotas(session, found, plan, {job.project for job in jobs})
+        jobs = _candidates(session, view.now, remaining, plan.blocked, jobs[-1].key)
+        _look_at_quotas(session, view, plan, {job.project for job in jobs})
     return False
 
 
-def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collection[str]) -> None:
+def _look_at_quotas(session: Session, view: View, plan: _Plan, projects: Collection[str]) -> None:
     """Lock the quotas of further projects. If another transaction has locked one, its jobs are left for the next round."""
-    added = set(projects) - plan.projects
-    locked = capacity.lock_quotas(session, added, waiting=False)
-    limits = capacity.quotas(session, added)
-    quotas = {name: quota for name, quota in limits.items() if name in locked}
-    found.quotas.update(quotas)
-    plan.projects.update(added)
+    new_projects = set(projects) - plan.projects
+    locked_projects = capacity.lock_quotas(session, new_projects, waiting=False)
+    limits = capacity.quotas(session, new_projects)
+    quotas = {name: quota for name, quota in limits.items() if name in locked_projects}
+    view.quotas.update(quotas)
+    plan.projects.update(new_projects)
     plan.quotas.update(quotas)
-    plan.busy.update(set(limits) - locked)
+    plan.busy.update(set(limits) - locked_projects)
 
 
-def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+def _plan(view: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
     """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold the capacity that it needs."""
     for job in jobs:
         if job.shape in plan.blocked:
             continue
         avoid = plan.earlier(job).avoid
-        placement = found.room_for(job.resources, job.project, job.key, avoid)
+        placement = view.room_for(job.resources, job.project, job.key, avoid)
         if placement is not None:
-            found.take(placement, job.resources, job.project)
+            view.take(placement, job.resources, job.project)
             plan.placed.append((job, placement))
             continue
         plan.blocked[job.shape] = job
-        long_waiting = (
-            job.waiting_since is not None and found.now - job.waiting_since >= PATIENCE_SECONDS
+        waits_long = (
+            job.waiting_since is not None and view.now - job.waiting_since >= PATIENCE_SECONDS
         )
-        if long_waiting and not found.over_quota(job.resources, job.project):
-            found.withhold_for(job.resources, job.project, job.key)
+        if waits_long and not view.over_quota(job.resources, job.project):
+            view.withhold_for(job.resources, job.project, job.key)
 
 
 # --- booking --------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Lease:
     seconds: float
 
 
-def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
+def _book(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claimed]:
     """Lock the planned machines, read them again, and book the capacity that is still free there."""
     if not plan.placed:
         return []
@@ -424,26 +424,26 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         .with_for_update(key_share=True)
     )
     addresses = {row.vm_id: row.ip_address for row in rows}
-    fresh = View(
-        found.now, capacity.machines(session, found.now, names), held=found.held, quotas=plan.quotas
+    fresh_view = View(
+        view.now, capacity.machines(session, view.now, names), held=view.held, quotas=plan.quotas
     )
     now = seconds(
         session
     )  # read after the locks: no attempt starts before a job that it follows has ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
-    for job, planned in plan.placed:
+    for job, planned_placement in plan.placed:
         earlier = plan.earlier(job)
-        placement = fresh.look(job.resources, job.project, job.key, earlier.avoid)
+        placement = fresh_view.look(job.resources, job.project, job.key, earlier.avoid)
         if isinstance(placement, Blocked):
             continue  # another dispatcher was faster; the next round reads the whole fleet again
-        assert len(placement.seats) == len(planned.seats)
+        assert len(placement.seats) == len(planned_placement.seats)
         placement = _choose_leader(placement, addresses)
-        fresh.take(placement, job.resources, job.project)
+        fresh_view.take(placement, job.resources, job.project)
         bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
     claimed = _make_or_split(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
-    events.append_many(session, [event for each in claimed for event in _events(each, actor)])
+    events.append_many(session, [event for attempt in claimed for event in _events(attempt, actor)])
     return claimed
 
 
@@ -476,7 +476,7 @@ def _make_or_split(
         # another process has reserved a GPU or made an attempt without holding the lock
         if len(bookings) == 1:
             return []
-    return [made for each in bookings for made in _make_or_split(session, [each], lease, now)]
+    return [attempt for booking in bookings for attempt in _make_or_split(session, [booking], lease, now)]
 
 
 def _make_attempts(
@@ -485,26 +485,26 @@ def _make_attempts(
     """Insert attempts, members and reservations and set the jobs running, with one statement for each table."""
     rows = [
         {
-            "job_id": each.job.job_id,
-            "generation": each.job.generation,
-            "number": each.earlier.number,
+            "job_id": booking.job.job_id,
+            "generation": booking.job.generation,
+            "number": booking.earlier.number,
             "state": AttemptState.RESERVED,
             "owner": lease.owner,
             "lease_until": now + lease.seconds,
-            "previous_failure": each.earlier.previous_failure,
+            "previous_failure": booking.earlier.previous_failure,
             "created_at": now,
-            "resume_from": each.resume,
-            "spec": _smaller_spec(session, each.job),
+            "resume_from": booking.resume,
+            "spec": _smaller_spec(session, booking.job),
         }
-        for each in bookings
+        for booking in bookings
     ]
-    made = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
-    epochs = session.scalars(made, rows).all()
+    insert_attempts = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
+    epochs = session.scalars(insert_attempts, rows).all()
     numbered = list(zip(epochs, bookings, strict=True))
     seats = [
-        (epoch, rank, seat, each.job)
-        for epoch, each in numbered
-        for rank, seat in enumerate(each.placement.seats)
+        (epoch, rank, seat, booking.job)
+        for epoch, booking in numbered
+        for rank, seat in enumerate(booking.placement.seats)
     ]
     session.execute(
         insert(Member),
@@ -518,7 +518,7 @@ def _make_attempts(
             for row in _reservations(job, epoch, rank, seat, now)
         ],
     )
-    places = [(each.job.job_id, each.placement.seats[0]) for each in bookings]
+    first_seats = [(booking.job.job_id, booking.placement.seats[0]) for booking in bookings]
     session.connection().execute(
         _RUNNING,
         [
@@ -528,10 +528,10 @@ def _make_attempts(
                 "vm": seat.vm_id,
                 "gpu": seat.gpus[0].index if seat.gpus else None,
             }
-            for job_id, seat in places
+            for job_id, seat in first_seats
         ],
     )
-    return [Claimed(each.job.job_id, epoch, each.placement) for epoch, each in numbered]
+    return [Claimed(booking.job.job_id, epoch, booking.placement) for epoch, booking in numbered]
 
 
 def _reservations(
@@ -640,18 +640,18 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
         .with_for_update(skip_locked=True, key_share=True)
     )
     for job_id in session.scalars(still_queued).all() if unmet else ():
-        awaited = unmet[job_id]
-        if awaited.hopeless:
+        dependency = unmet[job_id]
+        if dependency.hopeless:
             values: dict[str, Any] = {
                 "status": JobStatus.FAILED,
-                "failure_reason": awaited.reason,
+                "failure_reason": dependency.reason,
                 "end_time": this_moment(),
             }
         else:
             values = {
                 "status": JobStatus.PENDING,
-                "blocked_reasons": [awaited.reason],
-                "blocked_on": awaited.job_id,
+                "blocked_reasons": [dependency.reason],
+                "blocked_on": dependency.job_id,
             }
         session.execute(
             update(Job)
@@ -659,35 +659,35 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
             .values(waiting_since=None, **values)
             .execution_options(synchronize_session=False)
         )
-        detail = {"reason": awaited.reason}
-        to = values["status"]
-        events.append_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
+        detail = {"reason": dependency.reason}
+        status = values["status"]
+        events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
 def _let_wait_for_room(
-    session: Session, heads: Sequence[_Candidate], found: View, actor: str
+    session: Session, heads: Sequence[_Candidate], view: View, actor: str
 ) -> None:
     """Make the first job of each shape pending if it still finds no room, with the later queued jobs of the same shape."""
-    left = MOST_MARKED
+    remaining = MOST_MARKED
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})
     for job in heads:
-        if not left:
+        if not remaining:
             break
         if job.job_id in unmet:
             continue  # the job that it follows was retried meanwhile
-        answer = found.look(job.resources, job.project, job.key)
-        if isinstance(answer, Blocked):
-            left -= _wait_for_room(session, job, answer, found, actor, left)
+        placement = view.look(job.resources, job.project, job.key)
+        if isinstance(placement, Blocked):
+            remaining -= _wait_for_room(session, job, placement, view, actor, remaining)
 
 
 def _depends() -> ColumnElement[bool]:
     """SQL condition: the job must run after others."""
-    after = Job.request["after"].as_string()
-    return and_(after.is_not(None), after.not_in(("[]", "null")))
+    dependencies = Job.request["after"].as_string()
+    return and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
 
 
 def _wait_for_room(
-    session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
+    session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
     query = (
@@ -698,7 +698,7 @@ def _wait_for_room(
             Job.rank >= job.rank,
             Job.cancel_requested_at.is_(None),
             # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
-            Job.not_before <= found.now,
+            Job.not_before <= view.now,
             or_(~_depends(), Job.job_id == job.job_id),
         )
         .order_by(Job.rank, Job.job_id)
@@ -707,20 +707,20 @@ def _wait_for_room(
     )
     ids = session.scalars(query).all()
     # A job that waits for its project's quota does not wait for room, so none is withheld for it.
-    waits_for_a_place = found.over_quota(job.resources, job.project) is None
+    waits_for_room = view.over_quota(job.resources, job.project) is None
     session.execute(
         update(Job)
         .where(Job.job_id.in_(ids))
         .values(
             status=JobStatus.PENDING,
-            blocked_reasons=list(why.reasons),
+            blocked_reasons=list(blocked.reasons),
             blocked_on=None,
-            waiting_since=func.coalesce(Job.waiting_since, found.now)
-            if waits_for_a_place
+            waiting_since=func.coalesce(Job.waiting_since, view.now)
+            if waits_for_room
             else None,
         )
         .execution_options(synchronize_session=False)
     )
-    detail = {"reasons": list(why.reasons)}
+    detail = {"reasons": list(blocked.reasons)}
     events.append_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor, detail)
     return len(ids)

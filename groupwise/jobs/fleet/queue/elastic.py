@@ -60,10 +60,10 @@ def elastic_of(document: object) -> Elastic | None:
     try:
         body = EngineBody.model_validate(document)
     except ValidationError as error:
-        wrong = "; ".join(map(str, field_errors(error, EngineBody)))
-        return Elastic(EngineBody(name="unreadable"), f"its engine: {wrong}")
-    found = _unusable(body)
-    return Elastic(body, found and f"its engine: {found}")
+        errors = "; ".join(map(str, field_errors(error, EngineBody)))
+        return Elastic(EngineBody(name="unreadable"), f"its engine: {errors}")
+    problem = _unusable(body)
+    return Elastic(body, problem and f"its engine: {problem}")
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
@@ -71,9 +71,9 @@ def problems(document: Mapping[str, Any]) -> list[str]:
     try:
         body = EngineBody.model_validate(dict(document))
     except ValidationError as error:
-        return [f"engine.{each}" for each in field_errors(error, EngineBody)]
-    found = _unusable(body)
-    return [] if found is None else [f"engine: {found}"]
+        return [f"engine.{field_error}" for field_error in field_errors(error, EngineBody)]
+    problem = _unusable(body)
+    return [] if problem is None else [f"engine: {problem}"]
 
 
 def _unusable(body: EngineBody) -> str | None:
@@ -99,12 +99,12 @@ def unfit(resources: Resources, elastic: Elastic) -> str | None:
     if resources.share_mb is not None:
         return f"{title} gives whole GPUs there, and no shares"
     if resources.gpu_count > body.gpus:
-        most = f"at most {body.gpus}" if body.gpus else "none"
-        return f"GPUs that a job may have there: {most}, {resources.gpu_count} wanted"
+        limit = f"at most {body.gpus}" if body.gpus else "none"
+        return f"GPUs that a job may have there: {limit}, {resources.gpu_count} wanted"
     model, memory = resources.gpu_model, resources.gpu_memory_mb
     if model and model.casefold() not in (body.gpu_model or "").casefold():
         return f"its GPUs are {body.gpu_model or 'of unknown model'}, not {model}"
     if memory and (body.gpu_memory_mb or 0) < memory:
-        has = f"{body.gpu_memory_mb} MB" if body.gpu_memory_mb else "unknown memory"
-        return f"its GPUs have {has}, {memory} MB wanted"
+        memory_text = f"{body.gpu_memory_mb} MB" if body.gpu_memory_mb else "unknown memory"
+        return f"its GPUs have {memory_text}, {memory} MB wanted"
     return None

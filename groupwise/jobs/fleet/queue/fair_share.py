@@ -88,22 +88,22 @@ class ProjectQueue:
                 self._neighbour(Job.due > due, Job.due, Job.rank),
             )
             self._gaps.append(gap)
-        index = bisect_right(self._placed, due, key=lambda each: each.due)
-        before = [*self._now(gap.before), *self._placed[:index][-1:]]
-        behind = [*self._now(gap.behind), *self._placed[index:][:1]]
-        rank = max([due, *(each.end for each in before)])
-        place = QueuePosition(due, rank, self._turn(resources))
-        missing = place.end - min([place.end, *(each.rank for each in behind)])
-        if missing:
+        index = bisect_right(self._placed, due, key=lambda position: position.due)
+        predecessors = [*self._now(gap.before), *self._placed[:index][-1:]]
+        successors = [*self._now(gap.behind), *self._placed[index:][:1]]
+        rank = max([due, *(position.end for position in predecessors)])
+        new_position = QueuePosition(due, rank, self._turn(resources))
+        shift = new_position.end - min([new_position.end, *(position.rank for position in successors)])
+        if shift:
             if gap.behind is not None:
-                last = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
-                span = 0.0 if last is None else max(0.0, last.rank - gap.behind.rank)
-                missing += MARGIN * span
-            gap.put_off += missing
-            for each in self._placed[index:]:
-                each.rank += missing
-        self._placed.insert(index, place)
-        return place
+                last_position = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
+                span = 0.0 if last_position is None else max(0.0, last_position.rank - gap.behind.rank)
+                shift += MARGIN * span
+            gap.put_off += shift
+            for position in self._placed[index:]:
+                position.rank += shift
+        self._placed.insert(index, new_position)
+        return new_position
 
     def settle(self) -> None:
         """Write the postponed ranks of the jobs after those that were placed.
@@ -114,8 +114,8 @@ class ProjectQueue:
         for gap in self._gaps:
             if gap.behind is None or not gap.put_off:
                 continue
-            behind = select(Job.job_id).where(*self._members(), Job.due >= gap.behind.due)
-            locked = behind.with_for_update(skip_locked=True, key_share=True)
+            later_jobs = select(Job.job_id).where(*self._members(), Job.due >= gap.behind.due)
+            locked = later_jobs.with_for_update(skip_locked=True, key_share=True)
             self._session.execute(
                 update(Job)
                 .where(Job.job_id.in_(locked))
@@ -126,12 +126,12 @@ class ProjectQueue:
     def _turn(self, resources: Resources) -> float:
         return TURN_SECONDS * max(1, resources.gpu_count) * resources.machines / self._weight
 
-    def _now(self, place: QueuePosition | None) -> list[QueuePosition]:
+    def _now(self, position: QueuePosition | None) -> list[QueuePosition]:
         """A neighbour with its rank after `settle`; empty if there is none."""
-        if place is None:
+        if position is None:
             return []
-        before = (g for g in self._gaps if g.behind is not None and g.behind.due <= place.due)
-        return [QueuePosition(place.due, place.rank + sum(g.put_off for g in before), place.turn)]
+        earlier_gaps = (g for g in self._gaps if g.behind is not None and g.behind.due <= position.due)
+        return [QueuePosition(position.due, position.rank + sum(g.put_off for g in earlier_gaps), position.turn)]
 
     def _neighbour(self, side: ColumnElement[bool], *order: Any) -> QueuePosition | None:
         """The first waiting job on one side, in this order."""

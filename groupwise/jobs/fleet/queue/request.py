@@ -218,13 +218,13 @@ def _read(model: type[M], document: Mapping[str, Any]) -> M:
 
 def problems(request: Beyond) -> list[str]:
     """Problems of a request whose values all have the right types, as messages. The spec's own checks are left to the spec."""
-    retry, most = request.retry, request.limits.artefact_files
+    retry, max_files = request.retry, request.limits.artefact_files
     retry_fields = [
         *(["retry.charged"] if retry.charged else []),
         *(["retry.per_class"] if any(retry.per_class.values()) else []),
         *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
     ]
-    found = [
+    messages = [
         *(f"resources: {problem}" for problem in resource_problems(request.resources)),
         *(problem for path, entry in request.files.items() for problem in _file(path, entry)),
         *(
@@ -233,29 +233,29 @@ def problems(request: Beyond) -> list[str]:
             if not _SECRET.fullmatch(reference)
         ),
         *(
-            f"after {word!r}: a job's id is wanted, or `ID:ok`"
-            for word in request.after
-            if not _AFTER.fullmatch(word)
+            f"after {dependency_text!r}: a job's id is wanted, or `ID:ok`"
+            for dependency_text in request.after
+            if not _AFTER.fullmatch(dependency_text)
         ),
         *_webhook(request.webhook),
     ]
     if retry.once and retry_fields:
-        found.append(
+        messages.append(
             f"{retry_fields[0]} has no effect on a job that is to run once: leave it or retry.once out"
         )
-    if most is not None and most > MOST_ARTEFACTS:
-        found.append(
-            f"limits.artefact_files: {most} is more than the {MOST_ARTEFACTS} that are fetched"
+    if max_files is not None and max_files > MOST_ARTEFACTS:
+        messages.append(
+            f"limits.artefact_files: {max_files} is more than the {MOST_ARTEFACTS} that are fetched"
         )
-    return found
+    return messages
 
 
 def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
     sha256, mode, size = entry
-    found = path_problems("file", path)
+    messages = path_problems("file", path)
     if not SHA256.fullmatch(sha256) or not 0 <= mode <= 0o777 or size < 0:
-        found.append(f"file {path!r}: [sha256, permission bits, bytes] is wanted")
-    return found
+        messages.append(f"file {path!r}: [sha256, permission bits, bytes] is wanted")
+    return messages
 
 
 def _webhook(address: str | None) -> list[str]:
@@ -288,7 +288,7 @@ def is_host(name: str) -> bool:
     return len(name) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
 
 
-def dependency(word: str) -> tuple[str, bool]:
+def dependency(entry: str) -> tuple[str, bool]:
     """Split an entry of `after` into the job's id, and whether that job must have completed."""
-    job_id, _, condition = word.partition(":")
+    job_id, _, condition = entry.partition(":")
     return job_id, condition == "ok"

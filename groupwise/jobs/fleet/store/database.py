@@ -207,21 +207,21 @@ class Database:
 
     async def _elsewhere(self, work: Callable[[], T]) -> T:
         future: Future[T] = self._threads.submit(work)
-        answer = asyncio.wrap_future(future)
+        wrapped = asyncio.wrap_future(future)
         try:
-            return await asyncio.shield(answer)
+            return await asyncio.shield(wrapped)
         except asyncio.CancelledError:
             if not future.cancel():
-                await _wait_until_done(answer)
+                await _wait_until_done(wrapped)
             raise
 
 
-async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
+async def _wait_until_done(future: asyncio.Future[Any]) -> None:
     """Wait until the future is done, no matter how often the caller is cancelled; the database's time limits bound the wait."""
-    while not answer.done():
+    while not future.done():
         with suppress(asyncio.CancelledError):
-            await asyncio.wait({answer})
-    if not answer.cancelled() and (error := answer.exception()):
+            await asyncio.wait({future})
+    if not future.cancelled() and (error := future.exception()):
         log.warning("a transaction failed whose caller had been cancelled: %s", error)
 
 
@@ -366,12 +366,12 @@ def _connection_is_lost(error: sql.DBAPIError) -> bool:
     """Errors without a state come from the network, unless a value was never sent; those worse than ERROR end the connection."""
     import psycopg
 
-    answer = error.orig
-    if error.connection_invalidated or not isinstance(answer, psycopg.Error):
+    driver_error = error.orig
+    if error.connection_invalidated or not isinstance(driver_error, psycopg.Error):
         return error.connection_invalidated
-    if isinstance(answer, psycopg.DataError | psycopg.ProgrammingError):
+    if isinstance(driver_error, psycopg.DataError | psycopg.ProgrammingError):
         return False
-    return answer.sqlstate is None or answer.diag.severity_nonlocalized in ("FATAL", "PANIC")
+    return driver_error.sqlstate is None or driver_error.diag.severity_nonlocalized in ("FATAL", "PANIC")
 
 
 def _sqlite_code(error: sqlite3.Error) -> int:
@@ -415,10 +415,10 @@ def _remedy(error: sql.DBAPIError, url: URL) -> str:
     if isinstance(error.orig, sqlite3.Error):
         code = _sqlite_code(error.orig)
         folder = Path(str(url.database)).parent
-        guessed = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
-        if code == sqlite3.SQLITE_FULL or guessed:
-            words = disk_full.words(folder)
-            return words[0].upper() + words[1:]
+        is_probably_full = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
+        if code == sqlite3.SQLITE_FULL or is_probably_full:
+            message = disk_full.words(folder)
+            return message[0].upper() + message[1:]
         return _SQLITE_REMEDIES.get(code, "Mend what it names.")
     return _POSTGRESQL_REMEDIES.get(
         getattr(error.orig, "sqlstate", None) or "",

@@ -94,10 +94,10 @@ def filter_of(
     if ids is not None and len(ids) > MOST_LISTED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
     labels: dict[str, str] = {}
-    for word in label or ():
-        key, equals, value = word.partition("=")
+    for label_text in label or ():
+        key, equals, value = label_text.partition("=")
         if not equals:
-            raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
+            raise Refusal("invalid_request", f"label {label_text!r}: key=value is wanted.")
         labels[key] = value
     return JobFilter(
         ids=None if ids is None else tuple(ids),
@@ -112,28 +112,28 @@ def filter_of(
     )
 
 
-def _statuses(words: Iterable[str]) -> frozenset[JobStatus]:
-    found: set[JobStatus] = set()
-    for word in words:
+def _statuses(names: Iterable[str]) -> frozenset[JobStatus]:
+    statuses: set[JobStatus] = set()
+    for name in names:
         try:
-            found.add(JobStatus(word))
+            statuses.add(JobStatus(name))
         except ValueError:
             raise Refusal(
                 "invalid_request",
-                f"{word!r} is no status of a job; there are {', '.join(JobStatus)}.",
+                f"{name!r} is no status of a job; there are {', '.join(JobStatus)}.",
             ) from None
-    return frozenset(found)
+    return frozenset(statuses)
 
 
 def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
     """Statuses of jobs that have ended; None: all of these. Raises `invalid_request` for others."""
-    found = None if words is None else _statuses(words)
-    if found is not None and (wrong := sorted(found - FINAL)):
+    statuses = None if words is None else _statuses(words)
+    if statuses is not None and (invalid := sorted(statuses - FINAL)):
         raise Refusal(
             "invalid_request",
-            f"{', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled.",
+            f"{', '.join(invalid)}: only jobs that have ended are removed: completed, failed, cancelled.",
         )
-    return found
+    return statuses
 
 
 # Showing
@@ -162,11 +162,11 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
     for key, value in job_filter.labels.items():
         query = query.where(Job.request["labels"][key].as_string() == value)
     if job_filter.older_than is not None:
-        last = find.job(session, actor, job_filter.older_than).job_id
+        last_id = find.job(session, actor, job_filter.older_than).job_id
         row = aliased(Job)
         # Compared in the database, because SQLite stores timestamps as texts of several forms.
-        created = select(row.created_at).where(row.job_id == last).scalar_subquery()
-        same_time = and_(Job.created_at == created, Job.job_id < last)
+        created = select(row.created_at).where(row.job_id == last_id).scalar_subquery()
+        same_time = and_(Job.created_at == created, Job.job_id < last_id)
         query = query.where(or_(Job.created_at < created, same_time))
     newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(job_filter.limit)
     jobs = session.scalars(newest_first)
@@ -176,21 +176,21 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
 def show(session: Session, actor: Actor, job_id: str) -> Document:
     """Everything about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and its newest events."""
     job = find.job(session, actor, job_id)
-    found = job_document(job) | {
+    document = job_document(job) | {
         "waiting": why_waiting(session, job),
         "attempts": attempts(session, job_id),
         "checkpoints": checkpoints(session, job_id),
         "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
     }
-    return visibility.job(session, actor, found)
+    return visibility.job(session, actor, document)
 
 
 def attempts(session: Session, job_id: str) -> list[Document]:
     """The attempts of a job, the oldest first."""
-    found = session.scalars(
+    rows = session.scalars(
         select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
     ).all()
-    epochs = [attempt.epoch for attempt in found]
+    epochs = [attempt.epoch for attempt in rows]
     members = session.scalars(
         select(Member).where(Member.epoch.in_(epochs)).order_by(Member.epoch, Member.rank)
     ).all()
@@ -206,7 +206,7 @@ def attempts(session: Session, job_id: str) -> list[Document]:
             [member for member in members if member.epoch == attempt.epoch],
             [(row, gpu) for row, gpu in reservations if row.epoch == attempt.epoch],
         )
-        for attempt in found
+        for attempt in rows
     ]
 
 
@@ -285,33 +285,33 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     """
     if len(ids) > MOST_CHANGED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
-    found = find.jobs(session, actor, ids, lock=True)
-    refused: dict[str, Refusal] = {}
-    changed: Counter[str] = Counter()
+    jobs_by_id = find.jobs(session, actor, ids, lock=True)
+    refusals: dict[str, Refusal] = {}
+    changed_counts: Counter[str] = Counter()
     with requeue_pending.woken_once(session), events.gathering(session), at_one_moment(session):
-        for job in sorted(found.values(), key=lambda each: (each.project, each.job_id)):
+        for job in sorted(jobs_by_id.values(), key=lambda locked_job: (locked_job.project, locked_job.job_id)):
             try:
-                change.to_each(session, actor, job, changed[job.project])
-                changed[job.project] += 1
+                change.to_each(session, actor, job, changed_counts[job.project])
+                changed_counts[job.project] += 1
             except Refusal as refusal:
-                refused[job.job_id] = refusal
+                refusals[job.job_id] = refusal
         for job_id in dict.fromkeys(ids):
-            if job_id not in found:
-                refused[job_id] = find.no_job(session, actor, job_id, near=not refused)
+            if job_id not in jobs_by_id:
+                refusals[job_id] = find.no_job(session, actor, job_id, near=not refusals)
         session.flush()
-        change.at_last(session, sorted(set(ids) - set(refused)))
-    found = find.jobs(session, actor, ids)
+        change.at_last(session, sorted(set(ids) - set(refusals)))
+    jobs_by_id = find.jobs(session, actor, ids)
     return [
         {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
-        if (refusal := refused.get(job_id)) is not None
-        else visibility.job(session, actor, job_document(found[job_id]))
+        if (refusal := refusals.get(job_id)) is not None
+        else visibility.job(session, actor, job_document(jobs_by_id[job_id]))
         for job_id in ids
     ]
 
 
 def changed_ids(done: Sequence[Document]) -> list[str]:
     """The ids of the jobs that `together` has changed; the others may not even exist."""
-    return [each["job_id"] for each in done if "error" not in each]
+    return [result["job_id"] for result in done if "error" not in result]
 
 
 def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
@@ -396,10 +396,10 @@ def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
             JobStatus.HELD: f"is held; `groupwise fleet release {job.job_id}` lets it go on.",
             JobStatus.RUNNING: "is running; cancel it first.",
         }
-        otherwise = f"is {job.status}: it is going to run anyway."
-        raise Refusal("job_state", f"{job.job_id} {reasons.get(job.status, otherwise)}")
-    if (full := admission.no_room(session, job.project, ahead)) is not None:
-        raise Refusal("job_state", f"{job.job_id} stays {job.status}: {full}.")
+        default_reason = f"is {job.status}: it is going to run anyway."
+        raise Refusal("job_state", f"{job.job_id} {reasons.get(job.status, default_reason)}")
+    if (problem := admission.no_room(session, job.project, ahead)) is not None:
+        raise Refusal("job_state", f"{job.job_id} stays {job.status}: {problem}.")
     before = {"status": job.status, "generation": job.generation}
     job.generation += 1
     job.status = JobStatus.QUEUED
@@ -429,7 +429,7 @@ def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) 
         .execution_options(synchronize_session=False)
     )
     admission.admit(session, ids, allowed)
-    strays = {each["job_id"] for _, each in untracked_processes.on_machines(session)}
+    strays = {attempt["job_id"] for _, attempt in untracked_processes.on_machines(session)}
     untracked_processes.hold_back(session, strays.intersection(ids))
 
 

@@ -41,15 +41,15 @@ class _NameCache:
     def of(self, key: Hashable, compute: Callable[[], frozenset[str]]) -> frozenset[str]:
         """The cached set. Two concurrent callers may both compute it."""
         with self._lock:
-            found = self._known.get(key)
-        if found is None:
-            found = compute()
+            names = self._known.get(key)
+        if names is None:
+            names = compute()
         with self._lock:
-            self._known[key] = found
+            self._known[key] = names
             self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        return found
+        return names
 
 
 _PATHS = _NameCache()
@@ -58,10 +58,10 @@ _HASHES = _NameCache()
 
 def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
     """The id and status of a job whose files are requested. Raises `unknown_job`."""
-    found = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
-    if found is None or not actor.may_see(found.project):
+    row = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
+    if row is None or not actor.may_see(row.project):
         raise find.no_job(session, actor, job_id)
-    return {"job_id": job_id, "status": found.status}
+    return {"job_id": job_id, "status": row.status}
 
 
 # Artefacts
@@ -74,13 +74,13 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
     """
     epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:
-        found = json.load(record)
+        document = json.load(record)
     return {
         "job_id": job["job_id"],
         "epoch": epoch_found,
         "rank": rank,
-        "files": found["files"],
-        "left_out": found.get("left_out", []),
+        "files": document["files"],
+        "left_out": document.get("left_out", []),
     }
 
 
@@ -89,19 +89,19 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
     epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:
         status = os.fstat(record.fileno())
-        which = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
-        paths = _PATHS.of(which, lambda: frozenset(json.load(record)["files"]))
+        cache_key = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
+        paths = _PATHS.of(cache_key, lambda: frozenset(json.load(record)["files"]))
     if path not in paths:
         raise Refusal(
             "unknown_file",
             f"{job['job_id']} left no file {path!r}; GET /jobs/{job['job_id']}/artefacts lists them.",
         )
-    place = artefact_folder(folder, job["job_id"], epoch_found, rank) / path
-    if not place.is_file():
+    file = artefact_folder(folder, job["job_id"], epoch_found, rank) / path
+    if not file.is_file():
         raise Refusal(
             "unknown_file", f"{path!r} of {job['job_id']} is not on the fleet's disk any more."
         )
-    return place
+    return file
 
 
 def _open_record(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:

@@ -70,8 +70,8 @@ def change(
 ) -> Document:
     """Set weight and quotas of a project, which is made if it does not exist. None removes a quota."""
     actor.require_all_projects("change a project")
-    given = {"weight": weight, "max_gpus": max_gpus, "max_waiting": max_waiting}
-    changes = {key: value for key, value in given.items() if not isinstance(value, Unchanged)}
+    settings = {"weight": weight, "max_gpus": max_gpus, "max_waiting": max_waiting}
+    changes = {key: value for key, value in settings.items() if not isinstance(value, Unchanged)}
     _check(changes)
     project = session.get(Project, name, with_for_update=True)
     if project is None:

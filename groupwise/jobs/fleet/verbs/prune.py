@@ -57,18 +57,18 @@ def old_jobs(
     query = find.visible(query, actor)
     if project is not None:
         query = query.where(Job.project == project)
-    found = session.scalars(query).all()
-    awaited = _jobs_waited_for(session)
-    needed = awaited.union(*(_in_use(session, some) for some in _portions(found)))
-    return [job_id for job_id in found if job_id not in needed]
+    job_ids = session.scalars(query).all()
+    awaited_ids = _jobs_waited_for(session)
+    needed_ids = awaited_ids.union(*(_in_use(session, portion) for portion in _portions(job_ids)))
+    return [job_id for job_id in job_ids if job_id not in needed_ids]
 
 
 def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str]:
     """Remove the rows of these jobs, and return the ids removed. A job that runs again, or is needed after all, stays."""
-    over = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
-    jobs = [job for job in session.scalars(over.with_for_update()) if actor.may_see(job.project)]
-    needed = _jobs_waited_for(session) | _in_use(session, [job.job_id for job in jobs])
-    going = [job for job in jobs if job.job_id not in needed]
+    ended_jobs = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
+    jobs = [job for job in session.scalars(ended_jobs.with_for_update()) if actor.may_see(job.project)]
+    needed_ids = _jobs_waited_for(session) | _in_use(session, [job.job_id for job in jobs])
+    removable = [job for job in jobs if job.job_id not in needed_ids]
     events.append_many(
         session,
         [
@@ -78,10 +78,10 @@ def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str
                 "job_id": job.job_id,
                 "before": {"status": job.status, "project": job.project},
             }
-            for job in going
+            for job in removable
         ],
     )
-    names = [job.job_id for job in going]
+    names = [job.job_id for job in removable]
     session.expunge_all()
     epochs = select(Attempt.epoch).where(Attempt.job_id.in_(names))
     for statement in (
@@ -106,12 +106,12 @@ def _jobs_waited_for(session: Session) -> set[str]:
         Job.admitted_at.is_not(None),
         or_(Job.blocked_on.is_not(None), Job.request["after"].as_string().is_not(None)),
     )
-    found: set[str] = set()
+    job_ids: set[str] = set()
     for blocked_on, after in session.execute(query):
-        found.update(dependency(word)[0] for word in after or ())
+        job_ids.update(dependency(entry)[0] for entry in after or ())
         if blocked_on is not None:
-            found.add(blocked_on)
-    return found
+            job_ids.add(blocked_on)
+    return job_ids
 
 
 def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
@@ -155,8 +155,8 @@ def clear_away(
     if not dry_run:
         jobs = [
             job
-            for some in _portions(jobs)
-            for job in database.run(lambda s, some=some: remove(s, actor, some))
+            for portion in _portions(jobs)
+            for job in database.run(lambda s, portion=portion: remove(s, actor, portion))
         ]
         for job in jobs:
             remove_files(folders, job)
