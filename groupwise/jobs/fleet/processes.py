@@ -127,7 +127,9 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
     except OSError:  # another user's process, which is alive
         pass
     process_state = _process_state(pid)
-    return process_state is not None and (process_state[0] in OVER or process_state[1] != recorded.get("ticks"))
+    return process_state is not None and (
+        process_state[0] in OVER or process_state[1] != recorded.get("ticks")
+    )
 
 
 def forget_gone(session: Session, role: str, *, alone: bool) -> None:

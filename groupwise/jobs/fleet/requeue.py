@@ -109,7 +109,9 @@ class RequeueManager:
 
 def move_strays(session: Session, chance: random.Random) -> int:
     """Give jobs that are running without a live attempt their next status; returns how many."""
-    has_live_attempt = exists().where(Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED)
+    has_live_attempt = exists().where(
+        Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED
+    )
     jobs = session.scalars(
         select(Job)
         .where(Job.status == JobStatus.RUNNING, ~has_live_attempt)
@@ -248,7 +250,9 @@ def shorten_pauses(session: Session) -> int:
         Job.not_before > now + LONGEST_PAUSE,
     )
     ids = session.scalars(
-        late_jobs.order_by(Job.job_id).limit(AT_ONCE).with_for_update(skip_locked=True, key_share=True)
+        late_jobs.order_by(Job.job_id)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True, key_share=True)
     ).all()
     session.execute(update(Job).where(Job.job_id.in_(ids)).values(not_before=now))
     return len(ids)
@@ -266,7 +270,9 @@ def tell_overdue(session: Session) -> int:
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
         .where(
-            Attempt.state != AttemptState.ENDED, Attempt.contact == Contact.UNREACHABLE, ~is_reported
+            Attempt.state != AttemptState.ENDED,
+            Attempt.contact == Contact.UNREACHABLE,
+            ~is_reported,
         )
         .order_by(Attempt.epoch, Member.rank)
     ).all()

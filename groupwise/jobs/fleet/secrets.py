@@ -92,7 +92,10 @@ class AllowedSecrets:
 
     def _of_kind(self, kind: str) -> Iterator[str]:
         return (
-            target for pattern in self.patterns for k, _, target in (pattern.partition(":"),) if k == kind
+            target
+            for pattern in self.patterns
+            for k, _, target in (pattern.partition(":"),)
+            if k == kind
         )
 
     def _files(self) -> Iterator[str]:
@@ -122,7 +125,9 @@ class AllowedSecrets:
         """Content of a file; None if it cannot be read. Links are followed only within the folder that a pattern names."""
         try:
             real_path = os.path.realpath(path, strict=True)
-            if not any(_is_below(real_path, _root(pattern)) for pattern in self._matching_patterns(path)):
+            if not any(
+                _is_below(real_path, _root(pattern)) for pattern in self._matching_patterns(path)
+            ):
                 raise SecretMissing(
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
                 )

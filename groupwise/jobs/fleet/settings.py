@@ -55,7 +55,9 @@ def _checked_nats(url: str | None) -> str | None:
     may be secret."""
     for server in () if url is None or url == OFF else url.split(","):
         if not _is_nats(server.strip()):
-            visible_url = "one with a user or a token in it" if "@" in server else repr(server.strip())
+            visible_url = (
+                "one with a user or a token in it" if "@" in server else repr(server.strip())
+            )
             raise ValueError(
                 f"{visible_url} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
             )
@@ -238,7 +240,9 @@ def read_settings(
     """Read the settings file, if it exists, and apply environment and options. Raises ConfigError."""
     tree = read_yaml(file) if file.exists() else Tree("settings")
     settings_keys = keys_of(FleetSettings)
-    text_keys = frozenset(key for key in settings_keys if settings_keys[key].annotation == str | None)
+    text_keys = frozenset(
+        key for key in settings_keys if settings_keys[key].annotation == str | None
+    )
     lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=text_keys)
     for key, value in options.items():
         tree.values[key] = value

@@ -298,7 +298,9 @@ class Tracker:
             self._read, _ = read_events[-1]
         for end in ends:
             destination = self._outlet.place(end)
-            if destination is not None and (destination in self._later or self._to_one[destination] >= MOST_TO_ONE):
+            if destination is not None and (
+                destination in self._later or self._to_one[destination] >= MOST_TO_ONE
+            ):
                 self._later.setdefault(destination, deque()).append(end.event_id)
             else:
                 self._keep(end)
@@ -329,7 +331,9 @@ class Tracker:
             destination: deque(n for n in numbers if n not in read_ids)
             for destination, numbers in self._later.items()
         }
-        self._later = {destination: numbers for destination, numbers in remaining.items() if numbers}
+        self._later = {
+            destination: numbers for destination, numbers in remaining.items() if numbers
+        }
 
     def _has_room(self) -> bool:
         numbers = sum(map(len, self._later.values()))

@@ -147,7 +147,9 @@ class WebhookOutlet:
                 trial.is_queued = True
                 destination.queue[end.event_id] = end
         self._begin()
-        if workers := [worker for destination in self._to.values() for worker in destination.workers]:
+        if workers := [
+            worker for destination in self._to.values() for worker in destination.workers
+        ]:
             await asyncio.wait(workers, timeout=LISTENED)
         self._end()
         finished, self._settled = silent | settled_ids | self._settled, set()
@@ -164,7 +166,9 @@ class WebhookOutlet:
 
     def _begin(self) -> None:
         for destination in self._to.values():
-            max_workers = min(AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue))
+            max_workers = min(
+                AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue)
+            )
             while len(destination.workers) < max_workers:
                 destination.workers.add(asyncio.create_task(self._work(destination)))
 
@@ -179,7 +183,9 @@ class WebhookOutlet:
         self._to = {
             key: destination
             for key, destination in self._to.items()
-            if destination.workers or destination.queue or now < max(destination.next_at, destination.mute_until)
+            if destination.workers
+            or destination.queue
+            or now < max(destination.next_at, destination.mute_until)
         }
         if failure is not None:
             raise failure
@@ -187,7 +193,10 @@ class WebhookOutlet:
     async def _work(self, destination: _Destination) -> None:
         """Try the deliveries that wait for a destination one by one, those with the fewest attempts first."""
         while destination.queue:
-            event_id = min(destination.queue, key=lambda queued_id: (self._trials[queued_id].attempts, queued_id))
+            event_id = min(
+                destination.queue,
+                key=lambda queued_id: (self._trials[queued_id].attempts, queued_id),
+            )
             ended = destination.queue.pop(event_id)
             async with self._mute if self._clock() < destination.mute_until else self._places:
                 trial = self._trials[ended.event_id]

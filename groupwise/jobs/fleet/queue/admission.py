@@ -354,7 +354,9 @@ def _admit(
         if len(ids) == 1:
             return _give_up(session, ids[0], error, stuck)
     half = len(ids) // 2
-    return sum(_admit(session, half_of_ids, allowed, stuck) for half_of_ids in (ids[:half], ids[half:]))
+    return sum(
+        _admit(session, half_of_ids, allowed, stuck) for half_of_ids in (ids[:half], ids[half:])
+    )
 
 
 def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -> int:
@@ -365,8 +367,13 @@ def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -
     status = session.scalar(select(Job.status).where(Job.job_id == job_id))
     reasons = [f"it cannot be read: {type(error).__name__}: {error}"]
     row = _Row({"job_id": job_id, "status": status})
-    empty_values = {column.name: "" for column in _JOBS.columns if column.name not in _NEVER_EMPTIED}
-    for variant in (row, _Row(row.values, empty_values)):  # a bad value may have to go before any update
+    empty_values = {
+        column.name: "" for column in _JOBS.columns if column.name not in _NEVER_EMPTIED
+    }
+    for variant in (
+        row,
+        _Row(row.values, empty_values),
+    ):  # a bad value may have to go before any update
         try:
             with session.begin_nested():
                 _refuse(session, variant, reasons)
@@ -457,32 +464,36 @@ class _Fleet:
             dependencies: Any = (row.request or {}).get("after")
             if isinstance(dependencies, list):
                 kinds_named = cast("list[Any]", dependencies)
-                predecessor_ids |= {dependency(dependency_text)[0] for dependency_text in kinds_named if isinstance(dependency_text, str)}
+                predecessor_ids |= {
+                    dependency(dependency_text)[0]
+                    for dependency_text in kinds_named
+                    if isinstance(dependency_text, str)
+                }
         query = select(Job.job_id, Job.project).where(Job.job_id.in_(predecessor_ids))
         self.projects_of_jobs = dict(session.execute(query).all()) if predecessor_ids else {}
 
 
 def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     """The decision on a row, or a list of its problems; an empty list if it cannot be decided yet."""
-    problem_list = [f"{name}: {problem}" for name, problem in row.unreadable.items()]
+    errors = [f"{name}: {problem}" for name, problem in row.unreadable.items()]
     if not JOB_ID.fullmatch(row.job_id):
-        problem_list.append(_bad_id(row.job_id))
+        errors.append(_bad_id(row.job_id))
     columns: Columns | None = None
     try:
         columns = columns_from_row(row.values)
     except InvalidRequest as error:
-        problem_list += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
-    document = _beyond(row, problem_list)
+        errors += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
+    document = _beyond(row, errors)
     if columns is None or document is None:
-        return problem_list
-    problem_list += [
+        return errors
+    errors += [
         *path_problems("output_dir", columns.output_dir),
         *problems(document),
         *_follows(row, columns, document, fleet),
     ]
-    problem_list += [] if problem_list else fleet.allowed.problems(document.secrets)
-    if problem_list:
-        return problem_list
+    errors += [] if errors else fleet.allowed.problems(document.secrets)
+    if errors:
+        return errors
     values = columns.model_dump()
     try:
         spec = kinds.expand({**values, "job_id": row.job_id, "request": row.values["request"]})
@@ -491,29 +502,29 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     return _admitted(row, spec, document, fleet)
 
 
-def _beyond(row: _Row, problem_list: list[str]) -> Beyond | None:
+def _beyond(row: _Row, errors: list[str]) -> Beyond | None:
     """The request's document beyond the columns; None if it is invalid, with the reasons added to `found`."""
     if row.request is None:
         if "request" not in row.unreadable:
-            problem_list.append("request: a JSON object is wanted, {} where there is nothing to say")
+            errors.append("request: a JSON object is wanted, {} where there is nothing to say")
         return None
     try:
         return beyond_from_document(row.request)
     except InvalidRequest as error:
-        problem_list += [f"request.{problem}" for problem in error.problems]
+        errors += [f"request.{problem}" for problem in error.problems]
         return None
 
 
 def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
     """Check the jobs that this one is to follow."""
-    problem_list: list[str] = []
+    errors: list[str] = []
     for entry in beyond.after:
         job_id, _ = dependency(entry)
         if job_id == row.job_id:
-            problem_list.append(f"after {entry!r}: a job cannot come after itself")
+            errors.append(f"after {entry!r}: a job cannot come after itself")
         elif fleet.projects_of_jobs.get(job_id) != columns.project:
-            problem_list.append(f"after {entry!r}: project {columns.project} has no job {job_id}")
-    return problem_list
+            errors.append(f"after {entry!r}: project {columns.project} has no job {job_id}")
+    return errors
 
 
 def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admitted | list[str]:
@@ -542,7 +553,9 @@ def _gpus_by_default(session: Session) -> int | None:
     engines = (elastic_of(document) for document in documents)
     if any(engine is not None and engine.said.gpus > 0 for engine in engines):
         return 1
-    observed_machines = select(VM.vm_id).where(VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None))
+    observed_machines = select(VM.vm_id).where(
+        VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None)
+    )
     return None if session.scalar(observed_machines.limit(1)) is None else 0
 
 
@@ -624,14 +637,14 @@ def _type_of(kind: Any) -> type:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _refuse(session: Session, row: _Row, problem_list: Sequence[str]) -> None:
+def _refuse(session: Session, row: _Row, errors: Sequence[str]) -> None:
     """Fail the job before it starts. Unreadable columns get their defaults, since no query could read the row otherwise."""
     repaired = {name: _default(name) for name in row.unreadable}
     for name in ("request", "hyperparams"):
         value = row.values.get(name)
         if value is not None and not isinstance(value, dict):
             repaired[name] = _default(name)
-    reason = "\n".join(problem_list)[:MAX_REASON_LENGTH]
+    reason = "\n".join(errors)[:MAX_REASON_LENGTH]
     if row.values["status"] == JobStatus.HELD:  # a held job cannot fail; it is released first
         values = {**repaired, "status": JobStatus.QUEUED}
         release = update(Job).where(Job.job_id == row.job_id).values(values)
@@ -683,7 +696,9 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
         if created_at.tzinfo is None:
             created_at = created_at.replace(tzinfo=UTC)
         # A retried job has waited since its retry; a creation time in the future counts as now.
-        waiting_since = fleet.now if job.row.values["generation"] else min(created_at.timestamp(), fleet.now)
+        waiting_since = (
+            fleet.now if job.row.values["generation"] else min(created_at.timestamp(), fleet.now)
+        )
         due_at = waiting_since - job.row.values["priority"] * PRIORITY_SECONDS
         positions.append(fleet.projects[job.project].line.place(due_at, job.resources))
     for project in fleet.projects.values():
@@ -756,7 +771,9 @@ def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share
     if not sorted_names:
         return {}
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    session.execute(insert(Project).on_conflict_do_nothing(), [{"name": name} for name in sorted_names])
+    session.execute(
+        insert(Project).on_conflict_do_nothing(), [{"name": name} for name in sorted_names]
+    )
     rows = session.execute(
         select(Project.name, Project.weight, Project.max_waiting)
         .where(Project.name.in_(sorted_names))

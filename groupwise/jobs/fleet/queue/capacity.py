@@ -182,7 +182,10 @@ class View:
         if not self._may_take_no_more(resources, project):
             return machines
         shared_gpus = self._shared_by(project)
-        with_shared_gpus = ((machine, tuple(g for g in machine.gpus if g.gpu_id in shared_gpus)) for machine in machines)
+        with_shared_gpus = (
+            (machine, tuple(g for g in machine.gpus if g.gpu_id in shared_gpus))
+            for machine in machines
+        )
         return [replace(machine, gpus=gpus) for machine, gpus in with_shared_gpus if gpus]
 
     def held_before(self, key: RankKey) -> Held:
@@ -245,7 +248,9 @@ def _machines(
         facts: Mapping[str, Any] = row.facts or {}
         strays = untracked_processes.holding(facts)
         engine = elastic_of(row.engine)
-        usable_gpus = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        usable_gpus = (
+            () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        )
         slots = (
             engine.said.slots
             if engine
@@ -472,7 +477,9 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
     if not projects:
         return set()
     query = select(Project.name).where(Project.name.in_(projects), Project.max_gpus.is_not(None))
-    locked_query = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)
+    locked_query = query.order_by(Project.name).with_for_update(
+        key_share=True, skip_locked=not waiting
+    )
     return set(session.scalars(locked_query))
 
 
@@ -517,11 +524,20 @@ def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str
     by_job: dict[str, tuple[RankKey, Resources, str]] = {}
     for best in best_of_shapes(session):
         is_held_back = best.not_before > now
-        if not is_held_back and best.waiting_since is not None and best.waiting_since <= waiting_before:
+        if (
+            not is_held_back
+            and best.waiting_since is not None
+            and best.waiting_since <= waiting_before
+        ):
             by_job[best.key[1]] = (best.key, best.resources, best.project)
     queued_jobs = (
         select(Job.job_id, Job.rank, Job.resources, Job.project)
-        .where(QUEUED, Job.waiting_since <= waiting_before, Job.not_before <= now, Job.rank.is_not(None))
+        .where(
+            QUEUED,
+            Job.waiting_since <= waiting_before,
+            Job.not_before <= now,
+            Job.rank.is_not(None),
+        )
         .order_by(Job.waiting_since)
         .limit(MOST_ASKED)
     )

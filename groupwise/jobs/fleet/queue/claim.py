@@ -122,7 +122,9 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         return Round()
     plan = _Plan()
     projects = {job.project for job in jobs}
-    locked_projects = capacity.lock_quotas(session, projects)  # the bookings below count against them
+    locked_projects = capacity.lock_quotas(
+        session, projects
+    )  # the bookings below count against them
     view = capacity.view(session, projects)
     plan.projects.update(projects)
     plan.quotas.update({name: view.quotas[name] for name in locked_projects})
@@ -307,7 +309,11 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
         .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
         .where(Reservation.epoch.in_(blamed))
     ).all()
-    named_gpus = {(row.epoch, row.gpu_id) for row in reservations if row.uuid and row.uuid in (row.because or "")}
+    named_gpus = {
+        (row.epoch, row.gpu_id)
+        for row in reservations
+        if row.uuid and row.uuid in (row.because or "")
+    }
     naming_epochs = {epoch for epoch, _ in named_gpus}
     for row in reservations:
         earlier = blamed[row.epoch]
@@ -476,7 +482,11 @@ def _make_or_split(
         # another process has reserved a GPU or made an attempt without holding the lock
         if len(bookings) == 1:
             return []
-    return [attempt for booking in bookings for attempt in _make_or_split(session, [booking], lease, now)]
+    return [
+        attempt
+        for booking in bookings
+        for attempt in _make_or_split(session, [booking], lease, now)
+    ]
 
 
 def _make_attempts(
@@ -715,9 +725,7 @@ def _wait_for_room(
             status=JobStatus.PENDING,
             blocked_reasons=list(blocked.reasons),
             blocked_on=None,
-            waiting_since=func.coalesce(Job.waiting_since, view.now)
-            if waits_for_room
-            else None,
+            waiting_since=func.coalesce(Job.waiting_since, view.now) if waits_for_room else None,
         )
         .execution_options(synchronize_session=False)
     )

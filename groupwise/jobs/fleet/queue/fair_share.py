@@ -93,11 +93,15 @@ class ProjectQueue:
         successors = [*self._now(gap.behind), *self._placed[index:][:1]]
         rank = max([due, *(position.end for position in predecessors)])
         new_position = QueuePosition(due, rank, self._turn(resources))
-        shift = new_position.end - min([new_position.end, *(position.rank for position in successors)])
+        shift = new_position.end - min(
+            [new_position.end, *(position.rank for position in successors)]
+        )
         if shift:
             if gap.behind is not None:
                 last_position = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
-                span = 0.0 if last_position is None else max(0.0, last_position.rank - gap.behind.rank)
+                span = (
+                    0.0 if last_position is None else max(0.0, last_position.rank - gap.behind.rank)
+                )
                 shift += MARGIN * span
             gap.put_off += shift
             for position in self._placed[index:]:
@@ -130,8 +134,14 @@ class ProjectQueue:
         """A neighbour with its rank after `settle`; empty if there is none."""
         if position is None:
             return []
-        earlier_gaps = (g for g in self._gaps if g.behind is not None and g.behind.due <= position.due)
-        return [QueuePosition(position.due, position.rank + sum(g.put_off for g in earlier_gaps), position.turn)]
+        earlier_gaps = (
+            g for g in self._gaps if g.behind is not None and g.behind.due <= position.due
+        )
+        return [
+            QueuePosition(
+                position.due, position.rank + sum(g.put_off for g in earlier_gaps), position.turn
+            )
+        ]
 
     def _neighbour(self, side: ColumnElement[bool], *order: Any) -> QueuePosition | None:
         """The first waiting job on one side, in this order."""

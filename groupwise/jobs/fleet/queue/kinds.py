@@ -74,9 +74,14 @@ def expand(row: Row) -> JobSpec:
         kind_spec,
         environment={**kind_spec.environment, **beyond.environment},
         files={**kind_spec.files, **beyond.manifest()},
-        secrets=(*kind_spec.secrets, *(name for name in beyond.secrets if name not in kind_spec.secrets)),
+        secrets=(
+            *kind_spec.secrets,
+            *(name for name in beyond.secrets if name not in kind_spec.secrets),
+        ),
         artefacts=kind_spec.artefacts if beyond.artefacts is None else tuple(beyond.artefacts),
-        checkpoints=kind_spec.checkpoints if beyond.checkpoints is None else tuple(beyond.checkpoints),
+        checkpoints=kind_spec.checkpoints
+        if beyond.checkpoints is None
+        else tuple(beyond.checkpoints),
         limits=replace(
             kind_spec.limits,
             ram_mb=resources.ram_mb or kind_spec.limits.ram_mb,

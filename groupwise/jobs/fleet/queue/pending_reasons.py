@@ -56,7 +56,9 @@ def _unmet_dependency(entry: str, statuses: Mapping[str, str]) -> Unmet | None:
         description = "is not there any more" if status is None else f"has {status}"
         if status == JobStatus.CANCELLED:
             description = "was cancelled"
-        return Unmet(job_id, f"job {job_id}, which it was to come after, {description}", hopeless=True)
+        return Unmet(
+            job_id, f"job {job_id}, which it was to come after, {description}", hopeless=True
+        )
     condition = "completed" if must_complete else "ended"
     return Unmet(job_id, f"waits until job {job_id} has {condition}; that one is {status}")
 

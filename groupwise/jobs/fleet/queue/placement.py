@@ -392,11 +392,13 @@ def _too_few(
         in_use = [str(g.index) for g in fitting if g not in free_gpus]
         return f"GPU {', '.join(in_use)} in use{withheld}"
     if resources.share_mb is not None:
-        max_share = max((0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0)
-        return f"at most {max_share} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
-    return (
-        f"{len(free_gpus)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
-    )
+        max_share = max(
+            (0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0
+        )
+        return (
+            f"at most {max_share} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
+        )
+    return f"{len(free_gpus)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
 
 
 def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
@@ -453,13 +455,19 @@ def _blocked_reasons(
     """Summarise why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
-    fitting_count = sum(_nearest(resources, machine, NOTHING_HELD) is not None for machine in machines)
+    fitting_count = sum(
+        _nearest(resources, machine, NOTHING_HELD) is not None for machine in machines
+    )
     never = fitting_count < resources.machines
     lines: list[str] = []
     if resources.vm is not None and all(m.vm_id != resources.vm for m in machines):
         return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
     if never:
-        subject = f"only {fitting_count} of the {_machines(resources.machines)} wanted" if fitting_count else "no machine"
+        subject = (
+            f"only {fitting_count} of the {_machines(resources.machines)} wanted"
+            if fitting_count
+            else "no machine"
+        )
         lines.append(f"{subject} could run it, even if everything were free")
     elif resources.machines > 1:
         lines.append(f"{willing_count} of the {resources.machines} machines wanted have room now")

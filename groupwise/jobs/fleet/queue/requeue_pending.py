@@ -103,7 +103,11 @@ def woken_once(session: Session) -> Generator[None, None, None]:
         vm_id_sets = [vm_ids for vm_ids, _ in postponed]
         known_sets = [vm_ids for vm_ids in vm_id_sets if vm_ids is not None]
         changed_vm_ids = {vm_id for vm_ids in known_sets for vm_id in vm_ids}
-        wake(session, vm_ids=changed_vm_ids if len(known_sets) == len(vm_id_sets) else None, actor=postponed[-1][1])
+        wake(
+            session,
+            vm_ids=changed_vm_ids if len(known_sets) == len(vm_id_sets) else None,
+            actor=postponed[-1][1],
+        )
 
 
 def wake_unnoticed(session: Session, found: View | None) -> int:
@@ -139,10 +143,14 @@ def _wake_dependents(session: Session, actor: str) -> int:
     return _to_queue(session, ids, actor)
 
 
-def _wake_in_order(session: Session, view_before: View, waiting_jobs: Sequence[Waiting], actor: str) -> int:
+def _wake_in_order(
+    session: Session, view_before: View, waiting_jobs: Sequence[Waiting], actor: str
+) -> int:
     """Place the best-ranked jobs of all shapes, each on the capacity that earlier ones leave; a shape without room is skipped from then
     on."""
-    trial = replace(view_before, machines=dict(view_before.machines), quotas=dict(view_before.quotas))
+    trial = replace(
+        view_before, machines=dict(view_before.machines), quotas=dict(view_before.quotas)
+    )
     best = [(job.key, job) for job in waiting_jobs]
     next_keys = {job.shape: behind(session, job) for job in waiting_jobs}
     heapq.heapify(best)

@@ -138,41 +138,41 @@ def parse(
 
     `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
     """
-    problem_list: list[str] = []
-    count, indices, vm_of_gpus = _gpus(gpus, problem_list)
+    errors: list[str] = []
+    count, indices, vm_of_gpus = _gpus(gpus, errors)
     if vm is not None and vm_of_gpus not in (None, vm):
-        problem_list.append(f"--vm says {vm}, --gpus says {vm_of_gpus}: name one machine")
+        errors.append(f"--vm says {vm}, --gpus says {vm_of_gpus}: name one machine")
     wanted_labels: dict[str, str] = {}
     for label in labels:
         name, equals, value = label.partition("=")
         if not name or not equals:
-            problem_list.append(f"--vm-label {label!r}: NAME=VALUE is wanted")
+            errors.append(f"--vm-label {label!r}: NAME=VALUE is wanted")
         elif name in wanted_labels:
-            problem_list.append(f"--vm-label {name} is given twice")
+            errors.append(f"--vm-label {name} is given twice")
         wanted_labels[name] = value
     document: dict[str, Any] = {
         "gpus": count,
         "named": indices,
         "vm": vm or vm_of_gpus,
         "gpu_model": gpu_model,
-        "gpu_memory_mb": _size("--gpu-memory", gpu_memory, problem_list),
-        "share_mb": _size("--share-mb", share, problem_list),
+        "gpu_memory_mb": _size("--gpu-memory", gpu_memory, errors),
+        "share_mb": _size("--share-mb", share, errors),
         "machines": machines,
         "cpus": cpus,
-        "ram_mb": _size("--memory", ram, problem_list),
-        "disk_mb": _size("--disk", disk, problem_list),
+        "ram_mb": _size("--memory", ram, errors),
+        "disk_mb": _size("--disk", disk, errors),
         "labels": wanted_labels,
     }
     try:
         resources = from_json(document)
     except UsageError as error:
-        raise UsageError("\n".join([*problem_list, str(error)])) from error
-    if problem_list:
-        raise UsageError("\n".join(problem_list))
+        raise UsageError("\n".join([*errors, str(error)])) from error
+    if errors:
+        raise UsageError("\n".join(errors))
     return resources
 
 
-def _gpus(text: str | None, problem_list: list[str]) -> tuple[int | None, list[int | str], str | None]:
+def _gpus(text: str | None, errors: list[str]) -> tuple[int | None, list[int | str], str | None]:
     """Parse --gpus into (count, names, machine). Problems are added to `found`."""
     if text is None:
         return None, [], None
@@ -183,7 +183,7 @@ def _gpus(text: str | None, problem_list: list[str]) -> tuple[int | None, list[i
     if not all(_COUNT.fullmatch(name) or _UUID.fullmatch(name) for name in names) or (
         colon and not vm
     ):
-        problem_list.append(
+        errors.append(
             f"--gpus {text!r}: a count (2), indices on a machine (VM:0,1) or UUIDs (GPU-…,GPU-…)"
         )
         return None, [], None
@@ -192,16 +192,16 @@ def _gpus(text: str | None, problem_list: list[str]) -> tuple[int | None, list[i
 
 def megabytes(option: str, words: str) -> int:
     """Parse a size from the command line into MB. UsageError if it is no size, or 0."""
-    problem_list: list[str] = []
-    size = _size(option, words, problem_list)
-    if problem_list:
-        raise UsageError(problem_list[0])
+    errors: list[str] = []
+    size = _size(option, words, errors)
+    if errors:
+        raise UsageError(errors[0])
     if not size:
         raise UsageError(f"{option} {words}: what is wanted is at least 1 MB, as {option} 40GB.")
     return size
 
 
-def _size(option: str, text: str | None, problem_list: list[str]) -> int | None:
+def _size(option: str, text: str | None, errors: list[str]) -> int | None:
     """Parse `40GB` into decimal megabytes, the manufacturers' unit: a GPU sold with 80 GB then has 80 GB. None if no size is given."""
     if text is None:
         return None
@@ -211,6 +211,6 @@ def _size(option: str, text: str | None, problem_list: list[str]) -> int | None:
         unit = match[2].lower()
         factor = (_BINARY if match[3] else _DECIMAL).get(unit)
     if match is None or factor is None:
-        problem_list.append(f"{option} {text!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
+        errors.append(f"{option} {text!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
         return None
     return round(float(match[1]) * factor)

@@ -36,7 +36,9 @@ def _attempts(quarantine: object) -> list[dict[str, Any]]:
     if not isinstance(quarantine, list):
         return []
     entries = [
-        cast("dict[str, Any]", entry) for entry in cast("list[Any]", quarantine) if isinstance(entry, dict)
+        cast("dict[str, Any]", entry)
+        for entry in cast("list[Any]", quarantine)
+        if isinstance(entry, dict)
     ]
     return [entry for entry in entries if entry.get("what") == ATTEMPT and entry.keys() >= WRITTEN]
 
@@ -70,7 +72,9 @@ def holding(facts: Mapping[str, Any] | None) -> Holding:
 def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Untracked attempts of all machines that were not given up, with the vm_id; `silent`: only of machines that do not answer."""
     quarantine = VM.facts["quarantined"]
-    query = select(VM.vm_id, quarantine).where(VM.active, VM.lost_at.is_(None), quarantine.is_not(None))
+    query = select(VM.vm_id, quarantine).where(
+        VM.active, VM.lost_at.is_(None), quarantine.is_not(None)
+    )
     if silent:
         query = query.where(VM.contact != Contact.OK)
     rows = session.execute(query.order_by(VM.vm_id))

@@ -371,7 +371,10 @@ def _connection_is_lost(error: sql.DBAPIError) -> bool:
         return error.connection_invalidated
     if isinstance(driver_error, psycopg.DataError | psycopg.ProgrammingError):
         return False
-    return driver_error.sqlstate is None or driver_error.diag.severity_nonlocalized in ("FATAL", "PANIC")
+    return driver_error.sqlstate is None or driver_error.diag.severity_nonlocalized in (
+        "FATAL",
+        "PANIC",
+    )
 
 
 def _sqlite_code(error: sqlite3.Error) -> int:

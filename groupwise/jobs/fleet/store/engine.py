@@ -215,7 +215,9 @@ def file_system(path: Path, mount_lines: Sequence[str]) -> str:
     longest, kind = -1, ""
     for line in mount_lines:
         mount_fields, _, source_fields = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), mount_fields.split(" ")[4]))
+        point = Path(
+            re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), mount_fields.split(" ")[4])
+        )
         if path.is_relative_to(point) and len(point.parts) >= longest:
             longest, kind = len(point.parts), source_fields.split(" ")[0]
     return kind

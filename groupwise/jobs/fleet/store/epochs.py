@@ -33,7 +33,9 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
         return False
     kind = session.get_bind().dialect.name
     last_assigned: int = session.execute(text(_LAST[kind])).scalar_one()
-    highest = max((epoch for epoch in numbers if epoch <= last_assigned + MOST_AHEAD), default=last_assigned)
+    highest = max(
+        (epoch for epoch in numbers if epoch <= last_assigned + MOST_AHEAD), default=last_assigned
+    )
     if highest <= last_assigned:
         return False
     if kind == "postgresql":
@@ -51,7 +53,9 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
             "UPDATE sqlite_sequence SET seq = :seen WHERE name = 'attempts' RETURNING seq"
         )
         if session.execute(raise_sequence, {"seen": highest}).first() is None:
-            insert_sequence = text("INSERT INTO sqlite_sequence (name, seq) VALUES ('attempts', :seen)")
+            insert_sequence = text(
+                "INSERT INTO sqlite_sequence (name, seq) VALUES ('attempts', :seen)"
+            )
             session.execute(insert_sequence, {"seen": highest})
     log.warning(
         "a machine has seen attempt %d, and this database had given out %d: it was set back, and goes on above that",

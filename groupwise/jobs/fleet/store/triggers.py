@@ -68,7 +68,9 @@ def rules() -> tuple[Rule, ...]:
 def statements(dialect: str) -> Iterator[str]:
     """The statements that create all triggers."""
     only_sqlite = (_of_values, _of_replacements, _of_references)
-    dialect_rules = [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
+    dialect_rules = (
+        [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
+    )
     for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *dialect_rules):
         yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
     if dialect == "postgresql":
@@ -317,7 +319,13 @@ def _of_reservations() -> Iterator[Rule]:
 
 def _of_events() -> Iterator[Rule]:
     for operation in ("UPDATE", "DELETE"):
-        yield Rule(f"event_{operation.lower()}", "events", operation, "1 = 1", "events are only ever appended")
+        yield Rule(
+            f"event_{operation.lower()}",
+            "events",
+            operation,
+            "1 = 1",
+            "events are only ever appended",
+        )
 
 
 _IN_USE = "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)"
@@ -367,7 +375,9 @@ def _of_times() -> Iterator[Rule]:
         for c in Base.metadata.tables[Job.__tablename__].columns
         if isinstance(c.type, Moment)
     ]
-    is_out_of_range = " OR ".join(f"NEW.{name} NOT BETWEEN '1970-01-01' AND '9999-01-01'" for name in time_columns)
+    is_out_of_range = " OR ".join(
+        f"NEW.{name} NOT BETWEEN '1970-01-01' AND '9999-01-01'" for name in time_columns
+    )
     for operation in ("INSERT", "UPDATE"):
         message = f"{', '.join(time_columns)} of a job: a time from 1970 to 9998 is wanted"
         yield Rule(f"job_times_{operation.lower()}", "jobs", operation, is_out_of_range, message)
@@ -377,8 +387,12 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
     """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
     conditions = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
     if dialect == "sqlite":  # which stores any type in any column
-        conditions |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
-        conditions["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+        conditions |= {
+            name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()
+        }
+        conditions["last_polled"] = (
+            "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+        )
     yield Rule(
         "vm_engine_stays",
         "vms",
@@ -412,7 +426,9 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
 
 def _another_engine(dialect: str) -> str:
     """SQL condition: the name of the engine changes. A new engine cannot report on jobs that the old one started."""
-    engine_name = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
+    engine_name = (
+        "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
+    )
     return f"({engine_name.format('NEW')}) <~> ({engine_name.format('OLD')})"
 
 
@@ -463,7 +479,9 @@ def _of_values() -> Iterator[Rule]:
         yield _type_rule(f"job_{kind.__name__.lower()}", "UPDATE", columns, condition, type_name)
 
 
-def _type_rule(name: str, operation: str, columns: Sequence[Column[Any]], condition: str, type_name: str) -> Rule:
+def _type_rule(
+    name: str, operation: str, columns: Sequence[Column[Any]], condition: str, type_name: str
+) -> Rule:
     any_condition = " OR ".join(
         f"(NEW.{column.name} IS NOT NULL AND ({condition.format(f'NEW.{column.name}')}))"
         for column in columns
@@ -516,18 +534,24 @@ def _among(index: Index) -> str:
     columns = (
         "|".join(column.name for column in index.table.columns) if index.table is not None else ""
     )
-    conditions = (re.sub(rf"\b({columns})\b", rf"{row}.\1", str(index_condition)) for row in ("other", "NEW"))
+    conditions = (
+        re.sub(rf"\b({columns})\b", rf"{row}.\1", str(index_condition)) for row in ("other", "NEW")
+    )
     return "".join(f" AND {condition}" for condition in conditions)
 
 
 def _of_references() -> Iterator[Rule]:
     """Rules that a referenced row stays: an attempt whose job or machine is deleted would have no owner."""
     for name, table in sorted(Base.metadata.tables.items()):
-        for key in sorted(table.foreign_keys, key=lambda foreign_key: foreign_key.column.table.name):
+        for key in sorted(
+            table.foreign_keys, key=lambda foreign_key: foreign_key.column.table.name
+        ):
             referenced_table, column = key.column.table.name, key.column.name
             rows = f"EXISTS (SELECT 1 FROM {name} WHERE {name}.{key.parent.name} = OLD.{column})"
             message = f"this row of {referenced_table} stays, and keeps its {column}, as long as rows of {name} name it"
-            yield Rule(f"{referenced_table}_named_by_{name}", referenced_table, "DELETE", rows, message)
+            yield Rule(
+                f"{referenced_table}_named_by_{name}", referenced_table, "DELETE", rows, message
+            )
             yield Rule(
                 f"{referenced_table}_called_by_{name}",
                 referenced_table,

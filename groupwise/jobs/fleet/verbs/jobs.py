@@ -289,7 +289,9 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     refusals: dict[str, Refusal] = {}
     changed_counts: Counter[str] = Counter()
     with requeue_pending.woken_once(session), events.gathering(session), at_one_moment(session):
-        for job in sorted(jobs_by_id.values(), key=lambda locked_job: (locked_job.project, locked_job.job_id)):
+        for job in sorted(
+            jobs_by_id.values(), key=lambda locked_job: (locked_job.project, locked_job.job_id)
+        ):
             try:
                 change.to_each(session, actor, job, changed_counts[job.project])
                 changed_counts[job.project] += 1

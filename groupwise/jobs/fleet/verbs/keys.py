@@ -56,7 +56,12 @@ def make(
         expires_at=None if lasts is None else now + lasts,
     )
     session.add(row)
-    _tell(session, actor, events.KEY_MADE, {"key_id": new_api_key.id, "role": role, "projects": project_names})
+    _tell(
+        session,
+        actor,
+        events.KEY_MADE,
+        {"key_id": new_api_key.id, "role": role, "projects": project_names},
+    )
     notes = [
         f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
         f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `vm remove {vm_id}` takes it out"
@@ -74,7 +79,8 @@ def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]
     return [
         vm_id
         for vm_id, column in session.execute(local_machines.order_by(VM.vm_id))
-        if (allowed_projects := kept_for(column)) is None or not allowed_projects.isdisjoint(projects)
+        if (allowed_projects := kept_for(column)) is None
+        or not allowed_projects.isdisjoint(projects)
     ]
 
 
@@ -98,7 +104,9 @@ def revoke(session: Session, actor: Actor, key_id: str) -> Document:
     actor.require_all_projects("revoke a key")
     key = session.get(ApiKey, key_id, with_for_update=True)
     if key is None:
-        known_ids = ", ".join(session.scalars(select(ApiKey.key_id).order_by(ApiKey.key_id))) or "none"
+        known_ids = (
+            ", ".join(session.scalars(select(ApiKey.key_id).order_by(ApiKey.key_id))) or "none"
+        )
         raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known_ids}.")
     if key.revoked_at is None:
         key.revoked_at = seconds(session)

@@ -445,7 +445,8 @@ def lost(session: Session, actor: Actor, vm_id: str) -> Document:
             session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail
         )
     ending_attempts = [
-        {"job_id": open_attempt.job_id, "epoch": open_attempt.epoch, "state": open_attempt.state} for open_attempt in attempts
+        {"job_id": open_attempt.job_id, "epoch": open_attempt.epoch, "state": open_attempt.state}
+        for open_attempt in attempts
     ]
     return _with_gpus(session, actor, vm) | {"attempts": ending_attempts}
 
@@ -482,7 +483,8 @@ def _require_unused(session: Session, vm: VM, consequence: str = "", next_step: 
         f"`groupwise fleet vm mark-lost {vm.vm_id}`."
     )
     raise Refusal(
-        "vm_in_use", f"{vm.vm_id} is still used by {', '.join(users)}{rest_note}{consequence}. {remedy}"
+        "vm_in_use",
+        f"{vm.vm_id} is still used by {', '.join(users)}{rest_note}{consequence}. {remedy}",
     )
 
 
@@ -671,13 +673,16 @@ def _as_columns(vm: VM, changes: Mapping[str, Any]) -> dict[str, Any]:
 def _require_empty(session: Session, vm: VM, consequence: str) -> None:
     """Refuse while something may run there: dispatchers would look for it in another place."""
     _require_unused(
-        session, vm, f", so {consequence} now", next_step=f"then `groupwise fleet vm set {vm.vm_id}` again"
+        session,
+        vm,
+        f", so {consequence} now",
+        next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
     )
     if _left_there(session, vm.vm_id):
         raise Refusal(
             "vm_in_use",
-            f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, as soon "
-            "as the machine answers.",
+            f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, as "
+            "soon as the machine answers.",
         )
 
 

@@ -65,8 +65,12 @@ def old_jobs(
 
 def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str]:
     """Remove the rows of these jobs, and return the ids removed. A job that runs again, or is needed after all, stays."""
-    ended_jobs = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
-    jobs = [job for job in session.scalars(ended_jobs.with_for_update()) if actor.may_see(job.project)]
+    ended_jobs = (
+        select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
+    )
+    jobs = [
+        job for job in session.scalars(ended_jobs.with_for_update()) if actor.may_see(job.project)
+    ]
     needed_ids = _jobs_waited_for(session) | _in_use(session, [job.job_id for job in jobs])
     removable = [job for job in jobs if job.job_id not in needed_ids]
     events.append_many(

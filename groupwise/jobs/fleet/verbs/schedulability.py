@@ -71,7 +71,13 @@ class _Fleet:
 def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     """Notes on the requirements of each job that the fleet cannot meet at present."""
     wishes: list[Wish] = [
-        (resources.vm, tuple(sorted(resources.labels.items())), resources.gpu_model, resources.named) for resources in jobs
+        (
+            resources.vm,
+            tuple(sorted(resources.labels.items())),
+            resources.gpu_model,
+            resources.named,
+        )
+        for resources in jobs
     ]
     notes: dict[Wish, list[str]] = {_NONE: []}
     if any(wish != _NONE for wish in wishes):
@@ -84,7 +90,9 @@ def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
                 for problem, name, names, otherwise in _unmet_wishes(fleet, wish):
                     similar = compare and name
                     suggestion = f"; {which_there_are(name, names, otherwise)}" if similar else ""
-                    notes[wish].append(f"{problem}, so the job waits until that changes{suggestion}")
+                    notes[wish].append(
+                        f"{problem}, so the job waits until that changes{suggestion}"
+                    )
     return [notes[wish] for wish in wishes]
 
 
@@ -109,7 +117,9 @@ def _machines(session: Session) -> dict[str, _Machine]:
 def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
     vm, labels, model, named_gpus = wish
     if vm is not None and vm not in fleet.machines:
-        gpu_note = f" (GPU {', '.join(map(str, named_gpus))} of it is asked for)" if named_gpus else ""
+        gpu_note = (
+            f" (GPU {', '.join(map(str, named_gpus))} of it is asked for)" if named_gpus else ""
+        )
         yield f"no machine is called {vm!r}{gpu_note}", vm, fleet.names, "vm add"
         return
     existing = fleet.there if vm is None else _There([fleet.machines[vm]])

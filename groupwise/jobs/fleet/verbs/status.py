@@ -99,7 +99,9 @@ def missing_roles(session: Session) -> list[str]:
 
 def why_nothing_begins(session: Session) -> str | None:
     """The reason why no dispatcher starts jobs, or not yet; None: one does, according to their reports."""
-    dispatchers = [row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]]
+    dispatchers = [
+        row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]
+    ]
     if not dispatchers:
         return NO_DISPATCHER
     not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in dispatchers]
@@ -159,7 +161,9 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
         )
     releases = _processes_by(living, RELEASE)
     if len(releases) > 1:
-        release_texts = "; ".join(f"{release}: {process_names}" for release, process_names in releases.items())
+        release_texts = "; ".join(
+            f"{release}: {process_names}" for release, process_names in releases.items()
+        )
         yield _alarm(
             "releases_differ",
             f"processes of several releases are one fleet: {release_texts}",
@@ -179,7 +183,9 @@ def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
 
 def _late_news(session: Session) -> Iterator[Document]:
     """An alarm if the ends of jobs are announced to NATS too late."""
-    nats_links = [process["facts"].get(TELLING) for process in processes(session) if process["alive"]]
+    nats_links = [
+        process["facts"].get(TELLING) for process in processes(session) if process["alive"]
+    ]
     troubles: list[str | None] = [link["trouble"] for link in nats_links if link]
     since = events.first_end_after(session, NEWS) if troubles else None
     if since is not None and (delay := seconds(session) - since) >= LATE_NEWS_SECONDS:
@@ -196,9 +202,13 @@ def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
     """Alarms of full disks. They are measured directly, since a full disk would prevent recording that in the database."""
     seen_disks = set[int]()
     url = session.connection().engine.url
-    database_files = [] if url.get_backend_name() != "sqlite" or not url.database else [Path(url.database)]
+    database_files = (
+        [] if url.get_backend_name() != "sqlite" or not url.database else [Path(url.database)]
+    )
     for folder in (*(path.absolute().parent for path in database_files), *folders):
-        existing_folder = next((path for path in (folder, *folder.parents) if path.exists()), folder.parent)
+        existing_folder = next(
+            (path for path in (folder, *folder.parents) if path.exists()), folder.parent
+        )
         disk = existing_folder.stat().st_dev
         free = shutil.disk_usage(existing_folder).free
         if free < LEAST_FREE and disk not in seen_disks:
@@ -225,7 +235,9 @@ def _machines(session: Session) -> Iterator[Document]:
                 if vm.seen_host_key is None
                 else f", which shows {machines.fingerprint(vm.seen_host_key)}"
             )
-            problem = "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
+            problem = (
+                "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
+            )
             yield _alarm(
                 "untrusted",
                 f"{vm.vm_id}: {problem}{key_note}",

@@ -49,10 +49,18 @@ def machine(actor: Actor, document: Document) -> Document:
     hidden_fields: Document = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
     redacted_fields = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
     engine: Mapping[str, Any] = document["engine"] or {}
-    hidden_fields["engine"] = {name: engine[name] for name in engine if name not in OF_OPERATORS} or None
+    hidden_fields["engine"] = {
+        name: engine[name] for name in engine if name not in OF_OPERATORS
+    } or None
     facts_in_row: Mapping[str, Any] = document["facts"] or {}
     facts = {name: facts_in_row[name] for name in FACTS if name in facts_in_row}
-    return {**document, **hidden_fields, **redacted_fields, "projects": visible_projects, "facts": facts}
+    return {
+        **document,
+        **hidden_fields,
+        **redacted_fields,
+        "projects": visible_projects,
+        "facts": facts,
+    }
 
 
 def gpu(actor: Actor, document: Document) -> Document:
@@ -84,7 +92,10 @@ def job(session: Session, actor: Actor, document: Document) -> Document:
             detail = event_row["detail"]
             if isinstance(detail, dict) and "reasons" in detail:
                 fields = cast("dict[str, Any]", detail)
-                event_row["detail"] = {**fields, "reasons": reasons(session, actor, fields["reasons"])}
+                event_row["detail"] = {
+                    **fields,
+                    "reasons": reasons(session, actor, fields["reasons"]),
+                }
     return visible
 
 
@@ -102,4 +113,8 @@ def _own_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
     names = match[2].split(", ")
     query = select(Job.job_id).where(Job.job_id.in_(names), Job.project.in_(actor.projects or ()))
     visible_names = sorted(session.scalars(query))
-    return match[1] + ", ".join(visible_names if len(visible_names) == len(names) else [*visible_names, OTHERS]) + match[3]
+    return (
+        match[1]
+        + ", ".join(visible_names if len(visible_names) == len(names) else [*visible_names, OTHERS])
+        + match[3]
+    )
