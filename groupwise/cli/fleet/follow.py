@@ -180,7 +180,7 @@ def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
 
 
 def _say_what_it_waits_for(access: _LogSource, job: dict[str, Any], previous_text: str) -> str:
-    """Print why there is no log yet, unless the text is the same as `before`. Returns the text without its numbers."""
+    """Print why there is no log yet, unless the text is the same as `previous_text`. Returns the text without its numbers."""
     reasons = access.show(job["job_id"])["waiting"]
     text = f"{job['job_id']} is {job['status']}" + (f": {'; '.join(reasons)}" if reasons else "")
     without_numbers = _NUMBERS.sub("", text)  # a decreasing remaining time is nothing new

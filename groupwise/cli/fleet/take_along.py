@@ -128,7 +128,7 @@ def _add(
     remote: str,
     existing_files: Mapping[str, Path] | None = None,
 ) -> None:
-    """Add a file, or all files below a folder, under a name in the job's folder. `beside`: files that the folder has already."""
+    """Add a file, or all files below a folder, under a name in the job's folder. `existing_files`: files that the folder has already."""
     from groupwise.jobs.fleet.client import named_files
 
     for name, path in named_files({remote: local}).items():

@@ -53,8 +53,8 @@ def make_app(
 ) -> FastAPI:
     """The application.
 
-    `plain` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first one is made
-    every caller from this machine is an admin, and this process never answers any other machine.
+    `environment_key` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first
+    one is made every caller from this machine is an admin, and this process never answers any other machine.
     """
 
     async def identify(headers: Mapping[str, str]) -> Caller:
@@ -93,7 +93,7 @@ def make_local_app(serving: Serving, user: str) -> ASGIApp:
 
 
 def caller_of(session: Session, headers: Mapping[str, str], environment_key: str | None) -> Caller:
-    """The caller of a request with these headers. `plain`: the key from the server's environment; its role is admin. Raises
+    """The caller of a request with these headers. `environment_key`: the key from the server's environment; its role is admin. Raises
     `unauthorised`."""
     presented = presented_key(headers)
     if presented is None:

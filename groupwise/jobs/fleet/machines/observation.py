@@ -286,8 +286,8 @@ def _strays(session: Session, vm_id: str, observation: Observation) -> list[Memb
 
 
 def _hold_back(session: Session, vm: VM, jobs: set[str], unknown_before: set[str]) -> None:
-    """Delay the jobs of unknown attempts that run here, and release those (`ran`) whose unknown attempts have ended. `jobs`: the locked
-    rows, which are all that exist."""
+    """Delay the jobs of unknown attempts that run here, and release those whose unknown attempts (`unknown_before`) have ended. `jobs`: the
+    locked rows, which are all that exist."""
     unknown_jobs = _unknown_jobs(vm)
     if ended_jobs := unknown_before - unknown_jobs:
         session.flush()  # `let_go` reads the facts of all machines
@@ -449,7 +449,7 @@ def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
 def _judge(
     seen_gpu: SeenGPU, apps: list[SeenApp], own_attempts: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
-    """Judge from an observation whether a GPU may be used. `own`: names of our attempts that may be running on it."""
+    """Judge from an observation whether a GPU may be used. `own_attempts`: names of our attempts that may be running on it."""
     if seen_gpu.mig:
         return Observed.MIG, f"{len(seen_gpu.mig_devices)} MIG devices"
     if seen_gpu.problems:

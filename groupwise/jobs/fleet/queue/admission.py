@@ -503,7 +503,7 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
 
 
 def _beyond(row: _Row, errors: list[str]) -> Beyond | None:
-    """The request's document beyond the columns; None if it is invalid, with the reasons added to `found`."""
+    """The request's document beyond the columns; None if it is invalid, with the reasons added to `errors`."""
     if row.request is None:
         if "request" not in row.unreadable:
             errors.append("request: a JSON object is wanted, {} where there is nothing to say")

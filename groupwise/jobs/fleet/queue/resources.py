@@ -173,7 +173,7 @@ def parse(
 
 
 def _gpus(text: str | None, errors: list[str]) -> tuple[int | None, list[int | str], str | None]:
-    """Parse --gpus into (count, names, machine). Problems are added to `found`."""
+    """Parse --gpus into (count, names, machine). Problems are added to `errors`."""
     if text is None:
         return None, [], None
     if _COUNT.fullmatch(text.strip()):

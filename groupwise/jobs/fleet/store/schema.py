@@ -131,7 +131,7 @@ def _unchecked_references(connection: Connection) -> Generator[None, None, None]
 
 
 def _refuse_newer_rules(fingerprint: str | None) -> None:
-    """Raise UsageError if the rules are newer than this version. `found`: the fingerprint in the database."""
+    """Raise UsageError if the rules are newer than this version. `fingerprint`: the one in the database."""
     number = int((fingerprint or "").rpartition(":")[0] or 0)
     if number > RULES:
         raise UsageError(

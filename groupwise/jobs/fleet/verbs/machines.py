@@ -466,7 +466,7 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
 
 
 def _require_unused(session: Session, vm: VM, consequence: str = "", next_step: str = "") -> None:
-    """Raise `vm_in_use` if attempts use the machine. `what` is added to the message; `then`: the step after draining it."""
+    """Raise `vm_in_use` if attempts use the machine. `consequence` is added to the message; `next_step`: the step after draining it."""
     attempts = _open_attempts(session, vm.vm_id)
     if not attempts:
         return
