@@ -181,64 +181,64 @@ class FleetClient:
     ) -> Any:
         key = new_idempotency_key() if given_key is None else given_key
         query = {"project": project}
-        return self._patiently("POST", path, body=body, query=query, headers={HEADER: key})
+        return self._request_patiently("POST", path, body=body, query=query, headers={HEADER: key})
 
     def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
         """Describe the job and where it could run now, without submitting it."""
-        return self._json("POST", "/jobs/plan", body=request, query={"project": project})
+        return self._request_json("POST", "/jobs/plan", body=request, query={"project": project})
 
     def jobs(self, **filters: Any) -> list[Document]:
         """Jobs, the newest first. `filters` are those of GET /jobs: ids, status, project, name, kind, vm, label, older_than, limit."""
         if filters.get("ids") == []:
             return []  # an empty list cannot be sent in a query string: it would mean "any id"
-        return self._json("GET", "/jobs", query=filters)
+        return self._request_json("GET", "/jobs", query=filters)
 
     def show(self, job_id: str) -> Document:
         """Returns everything about one job."""
-        return self._json("GET", f"/jobs/{_part(job_id)}")
+        return self._request_json("GET", f"/jobs/{_part(job_id)}")
 
     def progress(self, job_id: str) -> Document:
         """Returns its status, exit code, reason, and the epochs of its attempts: a small document, for frequent polling."""
-        return self._json("GET", f"/jobs/{_part(job_id)}/progress")
+        return self._request_json("GET", f"/jobs/{_part(job_id)}/progress")
 
     def cancel(self, job_id: str, reason: str | None = None) -> Document:
         """Ask for the job to end; its status is `cancelled` once none of its processes is left."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
+        return self._request_json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
 
     def hold(self, job_id: str) -> Document:
         """Keep a waiting job from starting until it is released."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/hold")
+        return self._request_json("POST", f"/jobs/{_part(job_id)}/hold")
 
     def release(self, job_id: str) -> Document:
         """Allow a held job to start."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/release")
+        return self._request_json("POST", f"/jobs/{_part(job_id)}/release")
 
     def retry(self, job_id: str) -> Document:
         """Start a failed or cancelled job again. Sent once: if no answer came, look at the job first."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
+        return self._request_json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
 
     def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
         """`cancel` for many: the document of each job, or `job_id` and `error` (`code`, `message`) if it was refused."""
-        return self._changed_all("cancel", ids, reason=reason)
+        return self._change_all("cancel", ids, reason=reason)
 
     def hold_all(self, ids: Sequence[str]) -> list[Document]:
         """`hold` for many; returns the same as `cancel_all`."""
-        return self._changed_all("hold", ids)
+        return self._change_all("hold", ids)
 
     def release_all(self, ids: Sequence[str]) -> list[Document]:
         """`release` for many; returns the same as `cancel_all`."""
-        return self._changed_all("release", ids)
+        return self._change_all("release", ids)
 
     def retry_all(self, ids: Sequence[str]) -> list[Document]:
         """`retry` for many; returns the same as `cancel_all`. Sent once."""
-        return self._changed_all("retry", ids, tries=1)
+        return self._change_all("retry", ids, tries=1)
 
-    def _changed_all(
+    def _change_all(
         self, verb: str, ids: Sequence[str], *, tries: int | None = None, **fields: Any
     ) -> list[Document]:
         results: list[Document] = []
         for portion in portions(ids):
-            results += self._json(
+            results += self._request_json(
                 "POST", f"/jobs/{verb}", body={"jobs": portion, **fields}, tries=tries
             )
         return results
@@ -258,7 +258,7 @@ class FleetClient:
             "status": None if status is None else list(status),
             "dry_run": dry_run,
         }
-        return self._json("POST", "/jobs/prune", body=body, tries=None if dry_run else 1)
+        return self._request_json("POST", "/jobs/prune", body=body, tries=None if dry_run else 1)
 
     def wait(self, job_id: str) -> Document:
         """Wait until the job has ended, and return it."""
@@ -283,7 +283,7 @@ class FleetClient:
         `wait`: seconds to wait for more if there is none yet, at most 30.
         """
         query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
-        response = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
+        response = self._request("GET", f"/jobs/{_part(job_id)}/log", query=query)
         has_epoch = EPOCH_HEADER in response.headers
         return LogPart(
             data=response.content,
@@ -326,7 +326,7 @@ class FleetClient:
         missing: list[str] = []
         for start in range(0, len(hashes), MOST_HASHES):
             body = {"sha256": hashes[start : start + MOST_HASHES]}
-            missing += self._patiently("POST", "/blobs/missing", body=body)["missing"]
+            missing += self._request_patiently("POST", "/blobs/missing", body=body)["missing"]
         progress = Sum(tell, sum(entries[names[sha256]].size for sha256 in missing))
         for name in (names[sha256] for sha256 in missing):
             self._send(entries[name], local_files[name], partial(progress.more, f"sending {name}"))
@@ -343,7 +343,7 @@ class FleetClient:
                 piece = file.read(min(UPLOAD_PIECE, size - offset))
                 if offset < size and not piece:
                     raise UsageError(f"{path} has become shorter while it was sent.")
-                received, is_stored = self._piece(sha256, size, offset, piece)
+                received, is_stored = self._send_piece(sha256, size, offset, piece)
                 more(received - offset)
                 if is_stored:
                     return
@@ -359,13 +359,13 @@ class FleetClient:
                     )
 
     def _bytes_received(self, sha256: str, size: int) -> int:
-        return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
+        return self._request_patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
 
-    def _piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
+    def _send_piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
         """Returns the number of bytes received so far, and whether the file is stored. While others send it, `data` may be rejected."""
         query = {"size": size, "offset": offset}
         try:
-            receipt = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
+            receipt = self._request_patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
         except Refusal as refusal:
             if refusal.code != FILE_BUSY:
                 raise
@@ -389,11 +389,11 @@ class FleetClient:
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """An attempt's artefacts: `files`, by path, with sha256, mode and bytes. Without `epoch`: of the newest attempt that left any."""
         query = {"epoch": epoch, "rank": rank}
-        return self._json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
+        return self._request_json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
 
     def checkpoints(self, job_id: str) -> list[Document]:
         """Its mirrored checkpoints, the newest first; their `files` have the form of those in `artefacts`."""
-        return self._json("GET", f"/jobs/{_part(job_id)}/checkpoints")
+        return self._request_json("GET", f"/jobs/{_part(job_id)}/checkpoints")
 
     def fetch(
         self,
@@ -416,20 +416,20 @@ class FleetClient:
     ) -> Generator[bytes]:
         """The bytes of an artefact from an offset on."""
         address = f"/jobs/{_part(job_id)}/artefacts/{quote(path)}"
-        return self._pieces(address, {"epoch": epoch, "rank": rank}, offset)
+        return self._stream_file(address, {"epoch": epoch, "rank": rank}, offset)
 
     def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Generator[bytes]:
         """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
-        return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
+        return self._stream_file(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
 
-    def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
+    def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
         failures, silence = 0, self.patience.silence()
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
             is_hurried = not self._is_slow
-            limits = self._limits(is_hurried)
+            limits = self._timeouts(is_hurried)
             try:
                 with self._http.stream(
                     "GET", path, params=query, headers=headers, timeout=limits
@@ -448,12 +448,12 @@ class FleetClient:
                     silence.is_over()
                     return
             except httpx2.TransportError as error:
-                failure = self._away("GET", path, error)
+                failure = self._unreachable_error("GET", path, error)
             except (FleetAway, Refusal) as error:
                 failure = error
             silent = isinstance(failure, FleetAway) and failure.silent
             if silent and is_hurried:
-                self._is_late("GET", path)
+                self._note_slow_answer("GET", path)
                 continue
             failures += 1
             if silent or failures % TRIES == 0 or not is_passing(failure):
@@ -464,64 +464,64 @@ class FleetClient:
 
     def machines(self, *, removed: bool = False) -> list[Document]:
         """All machines, with their GPUs and the jobs that hold them."""
-        return self._json("GET", "/vms", query={"removed": removed or None})
+        return self._request_json("GET", "/vms", query={"removed": removed or None})
 
     def machine(self, vm_id: str) -> Document:
         """Returns one machine."""
-        return self._json("GET", f"/vms/{_part(vm_id)}")
+        return self._request_json("GET", f"/vms/{_part(vm_id)}")
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Add a machine: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
-        return self._json("POST", "/vms", body=machine)
+        return self._request_json("POST", "/vms", body=machine)
 
     def change_machine(self, vm_id: str, **changes: Any) -> Document:
         """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None
         removes one), deadman (0: never), probe, idle_memory_mb, engine (only these options of its scheduler); None: unchanged."""
-        return self._json("PUT", f"/vms/{_part(vm_id)}", body=changes)
+        return self._request_json("PUT", f"/vms/{_part(vm_id)}", body=changes)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; running jobs continue."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/drain")
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/drain")
 
     def undrain(self, vm_id: str) -> Document:
         """Place work there again."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/undrain")
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/undrain")
 
     def cordon(self, vm_id: str, reason: str) -> Document:
         """Place nothing new there, and record the reason."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/cordon", body={"reason": reason})
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/cordon", body={"reason": reason})
 
     def uncordon(self, vm_id: str) -> Document:
         """Place work there again; its count of failed launches is reset."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/uncordon")
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/uncordon")
 
     def lost(self, vm_id: str) -> Document:
         """Declare that the machine will not come back: its attempts end, and its jobs run on other machines."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/lost")
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/lost")
 
     def remove(self, vm_id: str) -> Document:
         """Remove it from the fleet."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/remove")
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/remove")
 
     def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
         """Pin the host key that it showed last. If a fingerprint is given, the key must have it."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
 
     def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
         """Allow jobs on a quarantined GPU again; `gpu` is its index or UUID."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/gpus/{_part(gpu)}/clear")
+        return self._request_json("POST", f"/vms/{_part(vm_id)}/gpus/{_part(gpu)}/clear")
 
     def projects(self) -> list[Document]:
         """List the projects that the key may see."""
-        return self._json("GET", "/projects")
+        return self._request_json("GET", "/projects")
 
     def change_project(self, name: str, **changes: float | None) -> Document:
         """Set weight, max_gpus, max_waiting; None removes a quota."""
-        return self._json("PUT", f"/projects/{_part(name)}", body=changes)
+        return self._request_json("PUT", f"/projects/{_part(name)}", body=changes)
 
     def keys(self) -> list[Document]:
         """List all keys, without their secret texts."""
-        return self._json("GET", "/keys")
+        return self._request_json("GET", "/keys")
 
     def make_key(
         self,
@@ -538,31 +538,31 @@ class FleetClient:
             "seconds": seconds,
             "note": note,
         }
-        return self._json("POST", "/keys", body=body, tries=1)
+        return self._request_json("POST", "/keys", body=body, tries=1)
 
     def revoke_key(self, key_id: str) -> Document:
         """Revoke a key: it is refused from the next request on."""
-        return self._json("POST", f"/keys/{_part(key_id)}/revoke")
+        return self._request_json("POST", f"/keys/{_part(key_id)}/revoke")
 
     def status(self) -> Document:
         """Jobs by status, machines, the control plane, alarms."""
-        return self._json("GET", "/status")
+        return self._request_json("GET", "/status")
 
     def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
         """Events with higher numbers than `after`, the oldest first."""
-        return self._json("GET", "/events", query={"after": after, "limit": limit})
+        return self._request_json("GET", "/events", query={"after": after, "limit": limit})
 
     # Sending requests
 
-    def _json(self, method: str, path: str, **options: Any) -> Any:
-        return self._answer(method, path, **options).json()
+    def _request_json(self, method: str, path: str, **options: Any) -> Any:
+        return self._request(method, path, **options).json()
 
-    def _patiently(self, method: str, path: str, **options: Any) -> Any:
+    def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
         hurried = "content" not in options  # sending an upload may take long
-        return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **options))
+        return self.patience.ask(lambda: self._request_json(method, path, hurried=hurried, **options))
 
-    def _answer(
+    def _request(
         self,
         method: str,
         path: str,
@@ -594,21 +594,21 @@ class FleetClient:
             soon = may_hurry and not self._is_slow
             least_pause = 0.0
             try:
-                return self._once(request, method, path, soon=soon, wait=wait)
+                return self._request_once(request, method, path, soon=soon, wait=wait)
             except FleetAway as unreachable:
                 if not unreachable.passing or (unreachable.silent and not soon):
                     raise
                 if unreachable.silent:
-                    self._is_late(method, path)
+                    self._note_slow_answer(method, path)
                     continue
             except Refusal as refusal:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # an upload must first ask how much of the file has arrived
                 least_pause = refusal.retry_after or 0.0
             self._sleep(backoff.next(least_pause))
-        return self._once(request, method, path, soon=False, wait=wait)
+        return self._request_once(request, method, path, soon=False, wait=wait)
 
-    def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
+    def _timeouts(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
         """`wait`: seconds for which the API itself is asked to wait. It does not extend the limit for sending: a slow API still reads."""
         prompt_limit = min(PROMPT, self._timeout)
         return httpx2.Timeout(
@@ -618,11 +618,11 @@ class FleetClient:
             write=prompt_limit,
         )
 
-    def _is_late(self, method: str, path: str) -> None:
+    def _note_slow_answer(self, method: str, path: str) -> None:
         self._is_slow = True
         self._tell(f"{self.url} does not answer {method} {path} so far, and is asked again")
 
-    def _once(
+    def _request_once(
         self,
         request: Callable[..., httpx2.Response],
         method: str,
@@ -633,20 +633,20 @@ class FleetClient:
     ) -> httpx2.Response:
         started_at = self._clock()
         try:
-            response = request(timeout=self._limits(soon, wait))
+            response = request(timeout=self._timeouts(soon, wait))
         except (
             httpx2.InvalidURL,
             ValueError,
         ) as error:  # a name that is too long; a number that JSON lacks
             raise UsageError(f"{method} {path[:80]} cannot be sent: {error}.") from error
         except httpx2.TransportError as error:
-            raise self._away(method, path, error) from error
+            raise self._unreachable_error(method, path, error) from error
         self._is_slow = self._is_slow and self._clock() - started_at > PROMPT + wait
         if not response.is_success:
             raise self._refusal(response)
         return response
 
-    def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
+    def _unreachable_error(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
         if (untrusted := _not_trusted(error)) is not None:
             return FleetAway(
                 f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "

@@ -40,7 +40,7 @@ from groupwise.jobs.fleet.attempts.controller import (
     CheckpointMirror,
     Collector,
     ControllerDependencies,
-    Drive,
+    AttemptController,
     LogMirror,
     Pauses,
 )
@@ -154,7 +154,7 @@ class GlobalJobDispatcher:
         self._gateway = gateway or Gateway(parts.database)
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
+        self._drives: dict[int, tuple[AttemptController, asyncio.Task[None]]] = {}
         self._failed: set[int] = set()
         """Epochs of attempts that could not be driven and whose failure was already reported."""
         self._watching: set[asyncio.Task[None]] = set()
@@ -165,21 +165,21 @@ class GlobalJobDispatcher:
         self.not_asked: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
-        self._watches = Watches(self._watch, self._tuning.watch_pauses)
+        self._watches = Watches(self._start_watch, self._tuning.watch_pauses)
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
             snapshots=Reads(
                 parts.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
             ),
-            runner=self._runner,
+            runner=self._runner_for,
             watches=self._watches,
             logs=parts.logs,
             checkpoints=parts.checkpoints,
             collector=parts.collector,
             store=parts.store,
             secrets=parts.secrets.read,
-            spawn=self._beside,
+            spawn=self._spawn,
             chance=self._tuning.chance,
             pauses=self._tuning.pauses,
             clock=self._tuning.clock,
@@ -200,14 +200,14 @@ class GlobalJobDispatcher:
         async with asyncio.TaskGroup() as group:
             self._group = group
             loops = [
-                group.create_task(self._for_ever(*arguments), name=arguments[0])
+                group.create_task(self._repeat(*arguments), name=arguments[0])
                 for arguments in (
                     ("renewing", self.renew, rhythm.renew),
                     ("adopting", self.adopt, rhythm.adopt),
                     ("wishes", self.hear_wishes, rhythm.sweep),
                     ("reconciling", self.reconcile, rhythm.reconcile),
-                    ("clearing", self._clear_now_and_then, 0.0),
-                    ("claiming", self._claim_when_rung, 0.0),
+                    ("clearing", self._clear_periodically, 0.0),
+                    ("claiming", self._claim_when_notified, 0.0),
                     ("guarding the lease", self._guard_lease, 0.0),
                 )
             ]
@@ -224,7 +224,7 @@ class GlobalJobDispatcher:
 
     # The loops
 
-    async def _for_ever(
+    async def _repeat(
         self, name: str, work: Callable[[], Awaitable[object]], interval: float
     ) -> None:
         """Repeat the work, pausing `interval` seconds; no failure of one turn ends the loop."""
@@ -267,10 +267,10 @@ class GlobalJobDispatcher:
         )
         if adopted:
             log.info("adopted %s", adopted)
-        self._own(adopted, asked_at + lease)
+        self._drive_owned(adopted, asked_at + lease)
         return adopted
 
-    async def _claim_when_rung(self) -> None:
+    async def _claim_when_notified(self) -> None:
         """Claim jobs at the start, at every ring, and whenever the sweep is due."""
         await self._parts.bell.wait(self._tuning.rhythm.sweep)
         if await self.knows_what_runs():
@@ -286,7 +286,7 @@ class GlobalJobDispatcher:
                 self._began = await self._gateway.look(seconds)
             started_at, lately = self._began, self._tuning.began is None
             self.not_asked = await self._gateway.look(
-                lambda s: records.not_looked_at(s, started_at, lately=lately)
+                lambda s: records.unobserved_machines(s, started_at, lately=lately)
             )
         return not self.not_asked
 
@@ -302,7 +302,7 @@ class GlobalJobDispatcher:
                     s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
                 ),
             )
-            self._own([attempt.epoch for attempt in result.made], requested_at + lease)
+            self._drive_owned([attempt.epoch for attempt in result.made], requested_at + lease)
             total += len(result.made)
             has_woken = False
             if (
@@ -343,7 +343,7 @@ class GlobalJobDispatcher:
 
     # Driving
 
-    def _own(self, epochs: Sequence[int], until: float) -> None:
+    def _drive_owned(self, epochs: Sequence[int], until: float) -> None:
         """Drive attempts that were just claimed or adopted; their lease may end before those of the others."""
         if not epochs:
             return
@@ -355,11 +355,11 @@ class GlobalJobDispatcher:
         """Start to drive an attempt, unless it is being driven."""
         if epoch in self._drives or self._group is None or self._stopping.is_set():
             return
-        drive = Drive(epoch, self._deps)
+        drive = AttemptController(epoch, self._deps)
         task = self._group.create_task(self._run_drive(drive), name=f"drive {epoch}")
         self._drives[epoch] = drive, task
 
-    async def _run_drive(self, drive: Drive) -> None:
+    async def _run_drive(self, drive: AttemptController) -> None:
         """Drive one attempt. A failure must not stop the others; the attempt is tried again at the next renewal."""
         try:
             await drive.run()
@@ -385,7 +385,7 @@ class GlobalJobDispatcher:
         except Exception:  # the database itself may be the cause
             log.exception("the notification failed")
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a drive's side work as a separate task. The drive retries work that failed."""
         assert self._group is not None
 
@@ -400,7 +400,7 @@ class GlobalJobDispatcher:
         task.add_done_callback(lambda _: work.close())
         return task
 
-    def _watch(self, vm_id: str, watch: Watch) -> None:
+    def _start_watch(self, vm_id: str, watch: Watch) -> None:
         if self._group is None:
             return
 
@@ -427,7 +427,7 @@ class GlobalJobDispatcher:
             if task.done():  # cancelled before it started, so its own `finally` has not run
                 del self._drives[epoch]
 
-    def _runner(self, machine: Machine) -> Runner:
+    def _runner_for(self, machine: Machine) -> Runner:
         host = self._gateway.host(self._parts.host(machine))
         return runner_of(machine, host)
 
@@ -450,7 +450,7 @@ class GlobalJobDispatcher:
 
     async def _reconcile_one(self, machine: Machine) -> None:
         try:
-            runner = self._runner(machine)
+            runner = self._runner_for(machine)
             attempts = (await runner.observe(probe=records.NO_PROBE)).attempts
             await self._deal_with_strays(machine, runner, attempts)
             if machine.lost:
@@ -489,14 +489,14 @@ class GlobalJobDispatcher:
                 case _:
                     pass
 
-    async def _clear_now_and_then(self) -> None:
+    async def _clear_periodically(self) -> None:
         """Clear after a random delay: dispatchers that started together then do not clear together."""
         await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
         await self.clear()
 
     async def clear(self) -> None:
         """Remove files that are no longer needed, from machines and from this machine."""
-        await self._clearing.clear_all(self._runner)
+        await self._clearing.clear_all(self._runner_for)
         parts = self._parts
         await self._gateway.write(
             "store.clear",
@@ -521,7 +521,7 @@ class GlobalJobDispatcher:
                     "stray.left_nothing", partial(records.left_nothing, epoch=epoch, rank=rank)
                 )
         if await self._gateway.commit(
-            "vm.returned", lambda s: records.welcome_back(s, self.owner, vm_id)
+            "vm.returned", lambda s: records.use_again(s, self.owner, vm_id)
         ):
             log.info("%s was declared lost and is back; nothing is left there", vm_id)
 

@@ -186,7 +186,7 @@ def _keys(database: Database, add: OnFinding) -> None:
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
         submitters = keys.bound_submitters(session)
         projects = {name for names in submitters.values() for name in names}
-        return submitters, keys.where_as_us(session, projects) if submitters else []
+        return submitters, keys.machines_run_as_fleet_user(session, projects) if submitters else []
 
     submitters, vm_ids = database.read(look)
     if vm_ids:

@@ -86,7 +86,7 @@ class RequeueManager:
             "waiting although they could begin": wake_waiting,
             "of which a machine runs what no table knows": hold_back,
             "waiting longer than any pause": shorten_pauses,
-            "silent beyond its deadman": tell_overdue,
+            "silent beyond its deadman": report_overdue,
         }
         counts: dict[str, int] = {}
         for kind, repair in repairs.items():
@@ -130,14 +130,14 @@ def move_strays(session: Session, chance: random.Random) -> int:
     )
     strays = [job for job in jobs if job.job_id not in busy_ids]
     for job in strays:
-        _move(session, job, chance)
+        _set_next_status(session, job, chance)
     session.flush()
     if any(job.status in FINAL for job in strays):
         requeue_pending.wake(session, actor=ACTOR)  # others may wait for them
     return len(strays)
 
 
-def _move(session: Session, job: Job, chance: random.Random) -> None:
+def _set_next_status(session: Session, job: Job, chance: random.Random) -> None:
     """Set the job's next status as the end of its newest attempt would have, or as if a void attempt had ended."""
     attempt = session.scalars(
         select(Attempt)
@@ -258,7 +258,7 @@ def shorten_pauses(session: Session) -> int:
     return len(ids)
 
 
-def tell_overdue(session: Session) -> int:
+def report_overdue(session: Session) -> int:
     """Report attempts that are live although their deadman has ended them for certain; each is reported once."""
     # Events are selected by job, since there are many and no index covers their epochs.
     is_reported = exists().where(
@@ -280,8 +280,8 @@ def tell_overdue(session: Session) -> int:
     overdue = {
         row.epoch: row
         for row in reversed(rows)
-        if _overdue(row.handle, now)
-        and now - _adopted_at(session, row.job_id, row.epoch) > _patience(row.handle)
+        if _is_overdue(row.handle, now)
+        and now - _adopted_at(session, row.job_id, row.epoch) > _silence_limit(row.handle)
     }
     for row in overdue.values():
         logger.error(
@@ -302,12 +302,12 @@ def tell_overdue(session: Session) -> int:
     return min(len(overdue), AT_ONCE - 1)
 
 
-def _overdue(handle: dict[str, Any], now: float) -> bool:
+def _is_overdue(handle: dict[str, Any], now: float) -> bool:
     since = handle.get("silent_since")
-    return "deadman" in handle and since is not None and now > since + _patience(handle)
+    return "deadman" in handle and since is not None and now > since + _silence_limit(handle)
 
 
-def _patience(handle: dict[str, Any]) -> float:
+def _silence_limit(handle: dict[str, Any]) -> float:
     return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
 
 

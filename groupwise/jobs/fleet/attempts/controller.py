@@ -270,7 +270,7 @@ class _MemberMonitor:
         )  # fmt: skip
 
 
-class Drive:
+class AttemptController:
     """Drives one attempt, for the dispatcher that owns it."""
 
     def __init__(self, epoch: int, deps: ControllerDependencies) -> None:
@@ -289,7 +289,7 @@ class Drive:
     async def run(self) -> None:
         """Run until nothing is left to do, or another dispatcher owns the attempt."""
         try:
-            while await self._round():
+            while await self._run_round():
                 pass
         except Stale as error:
             log.info("%s", error)
@@ -301,12 +301,12 @@ class Drive:
                 if monitor.watch is not None:
                     monitor.watch.remove(monitor)
 
-    async def _round(self) -> bool:
+    async def _run_round(self) -> bool:
         """Read, decide, perform, then wait for news. False once nothing is left to do."""
         self._news.clear()
         try:
-            row = await self._look()
-            view = self._view(row)
+            row = await self._read_current()
+            view = self._decision_view(row)
             if over(view):
                 return False
             effects = decide(view)
@@ -326,9 +326,9 @@ class Drive:
 
     # Reading
 
-    async def _look(self) -> Snapshot:
+    async def _read_current(self) -> Snapshot:
         """Read the row, after asking each machine whose member has no fresh reading."""
-        row = await self._read()
+        row = await self._read_snapshot()
         if row.state is AttemptState.RESERVED:
             return row
         unasked: list[MemberRow] = []
@@ -338,12 +338,12 @@ class Drive:
                 if monitor.last is None and (monitor.reachable or monitor.elsewhere):
                     unasked.append(member)
         if unasked:
-            await _all(self._ask(row, m, lambda r, m: r.status(*self._monitor(row, m).name)) for m in unasked)  # fmt: skip
+            await _gather_all(self._ask_machine(row, m, lambda r, m: r.status(*self._monitor(row, m).name)) for m in unasked)  # fmt: skip
         for member in row.members:
-            self._fetch_beside(row, member)
+            self._start_fetching(row, member)
         return await self._note_contact(row)
 
-    async def _read(self) -> Snapshot:
+    async def _read_snapshot(self) -> Snapshot:
         snapshot = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
         if snapshot is None:
             raise Stale(f"epoch {self.epoch} is not {self._deps.owner}'s")
@@ -362,7 +362,7 @@ class Drive:
         monitor.place = member.handle.get("place", monitor.place)
         return monitor
 
-    async def _ask(
+    async def _ask_machine(
         self,
         row: Snapshot,
         member: MemberRow,
@@ -373,21 +373,21 @@ class Drive:
         try:
             monitor.learn(await question(self._deps.runner(member.machine), member))
         except HostUnreachable as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
         except RunnerRefused as error:  # the last reading still holds
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if monitor.last is None:
-                self._silent(monitor, error)
+                self._note_silence(monitor, error)
         except HostError as error:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if not monitor.asked:
-                self._silent(monitor, error)
+                self._note_silence(monitor, error)
             monitor.last, monitor.asked = (
                 None,
                 False,
             )  # asked again, once, before it counts as silent
 
-    def _silent(self, monitor: _MemberMonitor, error: Exception) -> None:
+    def _note_silence(self, monitor: _MemberMonitor, error: Exception) -> None:
         """Count the machine as silent, until its watch reaches it again."""
         monitor.lost_contact(str(error))
         if monitor.watch is not None:
@@ -415,7 +415,7 @@ class Drive:
                     records.contact(session, epoch, owner, rank, silent=silent, elsewhere=elsewhere)
 
             await self._deps.gateway.commit("attempt.contact", note)
-            row = await self._read()
+            row = await self._read_snapshot()
         for member in row.members:
             if (monitor := self._monitors.get(member.rank)) is None:
                 continue
@@ -428,17 +428,17 @@ class Drive:
                     monitor.watch.look_again()
         return row
 
-    def _view(self, row: Snapshot) -> View:
+    def _decision_view(self, row: Snapshot) -> View:
         return View(
             job_id=row.job_id,
             epoch=row.epoch,
             state=row.state,
-            members=tuple(self._member(row, m) for m in row.members),
+            members=tuple(self._member_view(row, m) for m in row.members),
             cancel_requested=row.cancel_requested,
             cleanup=row.cleanup,
         )
 
-    def _member(self, row: Snapshot, m: MemberRow) -> MemberView:
+    def _member_view(self, row: Snapshot, m: MemberRow) -> MemberView:
         member_view = MemberView(
             rank=m.rank,
             vm_id=m.machine.vm_id,
@@ -495,7 +495,7 @@ class Drive:
         """Perform the effects; returns whether that changed anything."""
         self._provide_no_others(effects)
         if len(effects) == 1 and isinstance(effects[0], Move):
-            await self._move(row, effects[0])
+            await self._write_move(row, effects[0])
             return True
         owner, epoch = self._deps.owner, self.epoch
         if unwritten_states := self._unwritten_states(
@@ -509,7 +509,7 @@ class Drive:
             await self._deps.gateway.commit_of(epoch, "attempt.record", write)
         states_before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
         ranks = dict.fromkeys(e.rank for e in effects if not isinstance(e, Move))
-        await _all(
+        await _gather_all(
             self._perform_for(row, rank, [e for e in effects if getattr(e, "rank", None) == rank])
             for rank in ranks
         )
@@ -525,15 +525,15 @@ class Drive:
                 case Provide():
                     self._provide(row, member)
                 case Launch():
-                    await self._launch(row, member)
+                    await self._launch_member(row, member)
                 case Void():
-                    await self._ask(row, member, lambda r, _: r.void(row.job_id, row.epoch))
+                    await self._ask_machine(row, member, lambda r, _: r.void(row.job_id, row.epoch))
                 case Kill():
-                    await self._ask(
+                    await self._ask_machine(
                         row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace)
                     )
                 case Collect():
-                    await self._collect(row, member)
+                    await self._collect_member(row, member)
                 case CheckRelease():
                     await self._check_release(row, member)
                 case Abandon():
@@ -541,7 +541,7 @@ class Drive:
                 case Move():
                     raise AssertionError("a move stands alone")
 
-    async def _move(self, row: Snapshot, move: Move) -> None:
+    async def _write_move(self, row: Snapshot, move: Move) -> None:
         """Write the next state, in one transaction with the readings that led to it."""
         owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
         unwritten_states, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
@@ -560,7 +560,7 @@ class Drive:
                 records.move(session, epoch, owner, move.to)
 
         if ends:
-            await self._last_of_what_it_left(row)
+            await self._fetch_remainder(row)
         await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
 
     def _unwritten_states(self, row: Snapshot) -> list[tuple[int, MemberState]]:
@@ -574,7 +574,7 @@ class Drive:
             and (m.recorded, m.waits) != (monitor.last.state, records.waits_for(monitor.last))
         ]
 
-    async def _launch(self, row: Snapshot, member: MemberRow) -> None:
+    async def _launch_member(self, row: Snapshot, member: MemberRow) -> None:
         """Launch the attempt on this member's machine. If files are missing there, they must be provided first. Any other refusal is kept
         in the monitor, since the folder stays absent after it."""
         monitor = self._monitor(row, member)
@@ -592,7 +592,7 @@ class Drive:
                 refusals_received.append(error)
                 return await runner.status(row.job_id, row.epoch)
 
-        await self._ask(row, member, launch_member)
+        await self._ask_machine(row, member, launch_member)
         for error in refusals_received:
             if error.code == "missing_blobs":
                 monitor.provided = False
@@ -623,9 +623,9 @@ class Drive:
         except RunnerRefused as error:
             monitor.refusal = str(error)
         except HostError as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
         except BlobError as error:
-            monitor.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
+            monitor.refusal = await asyncio.to_thread(_provision_problem, store, row, error)
         except OSError as error:
             monitor.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
         except Exception as error:  # noqa: BLE001  # the drive raises it, and its failures are reported
@@ -645,7 +645,7 @@ class Drive:
             log.warning("%s on %s: %s", row.key, machine.vm_id, error)
             return
         except HostError as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
             return
         monitor.quiet = all(holder.what == "memory" for holder in release.holders)
         if row.state is not AttemptState.ENDED:
@@ -671,14 +671,14 @@ class Drive:
 
     # Fetching
 
-    def _part(self, row: Snapshot, member: MemberRow) -> Part:
+    def _part_of(self, row: Snapshot, member: MemberRow) -> Part:
         """The member in the form that log mirror and collectors take."""
         return Part(
             self._deps.runner(member.machine), self._deps.owner, row.job_id, row.generation,
             row.epoch, member.rank, row.spec, member.log_offset,
         )  # fmt: skip
 
-    def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:
+    def _start_fetching(self, row: Snapshot, member: MemberRow) -> None:
         """While the member runs: start to fetch new log and new checkpoints, each unless a task is doing so."""
         monitor = self._monitors.get(member.rank)
         if monitor is None or monitor.last is None or monitor.last.state not in CHANGEABLE:
@@ -689,17 +689,17 @@ class Drive:
             (monitor.last.checkpoints, monitor.last.step),
         )
         if monitor.log.begins:
-            part = self._part(row, member)
+            part = self._part_of(row, member)
             fetching = monitor.log
-            fetch = self._fetch(fetching, fetching.there, part, lambda: logs.catch_up(part, size))
+            fetch = self._run_fetch(fetching, fetching.there, part, lambda: logs.catch_up(part, size))
             fetching.task = self._deps.spawn(fetch)
         if monitor.checkpoints.begins:
-            part = self._part(row, member)
+            part = self._part_of(row, member)
             fetching = monitor.checkpoints
-            fetch = self._fetch(fetching, fetching.there, part, lambda: checkpoints.mirror(part))
+            fetch = self._run_fetch(fetching, fetching.there, part, lambda: checkpoints.mirror(part))
             fetching.task = self._deps.spawn(fetch)
 
-    async def _fetch(
+    async def _run_fetch(
         self,
         fetching: _Fetching,
         machine_state: Have,
@@ -716,9 +716,9 @@ class Drive:
         if fetching.there != machine_state:
             self._news.set()  # more has arrived there meanwhile, perhaps the last of it
 
-    async def _collect(self, row: Snapshot, member: MemberRow) -> None:
+    async def _collect_member(self, row: Snapshot, member: MemberRow) -> None:
         """Fetch the rest of the log, the newest checkpoint and the artefacts."""
-        monitor, part = self._monitor(row, member), self._part(row, member)
+        monitor, part = self._monitor(row, member), self._part_of(row, member)
         state = monitor.last  # kept, since the machine's watch may reset it meanwhile
         if state is None:
             return
@@ -738,24 +738,24 @@ class Drive:
             monitor.problem, monitor.collected = f"{member.machine.vm_id} refused: {error}", True
         except OutcomeUnknown as error:  # the machine may still answer other requests
             reason = f"{member.machine.vm_id} does not give what it left: {error}"
-            await self._not_taken_in(row, member, reason, mendable=True)
-            await self._ask(row, member, lambda r, _: r.status(row.job_id, row.epoch))
+            await self._note_failed_collection(row, member, reason, mendable=True)
+            await self._ask_machine(row, member, lambda r, _: r.status(row.job_id, row.epoch))
         except HostError as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
         except OWN_DISK as error:
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
             reason = f"the control machine could not write: {error}"
             # A full or broken disk can be repaired; a name or content that cannot be stored is the job's.
             is_repairable = isinstance(error, OSError) and error.errno not in JOBS_OWN_ERRNOS
-            await self._not_taken_in(row, member, reason, mendable=is_repairable)
+            await self._note_failed_collection(row, member, reason, mendable=is_repairable)
         except (Stale, RunError):
             raise
         except Exception as error:  # a job's files must never make it impossible to end it
             log.exception("%s: what it left cannot be taken in", row.key)
             reason = f"the control machine could not take it in: {error!r}"
-            await self._not_taken_in(row, member, reason, mendable=False)
+            await self._note_failed_collection(row, member, reason, mendable=False)
 
-    async def _not_taken_in(
+    async def _note_failed_collection(
         self, row: Snapshot, member: MemberRow, reason: str, *, mendable: bool
     ) -> None:
         """Count a failed collection, which is tried again. After MOST_TRIES, if the cause can be repaired (`mendable`), the attempt is
@@ -773,7 +773,7 @@ class Drive:
             epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, reason)
         )
 
-    async def _last_of_what_it_left(self, row: Snapshot) -> None:
+    async def _fetch_remainder(self, row: Snapshot) -> None:
         """Fetch log and newest checkpoint of an attempt that ends without collection (its machine rebooted), as far as possible.
 
         After this, no machine that answers has a newer checkpoint than the one from which the next attempt resumes.
@@ -782,7 +782,7 @@ class Drive:
             monitor = self._monitors.get(member.rank)
             if monitor is None or monitor.collected or monitor.last is None:
                 continue
-            part, state = self._part(row, member), monitor.last
+            part, state = self._part_of(row, member), monitor.last
             try:
                 await monitor.log.wait_until_ended()
                 if state.log_size:
@@ -798,23 +798,23 @@ class Drive:
                 log.exception("%s: the end of what it left is lost", row.key)
 
 
-def _why_not_provided(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
+def _provision_problem(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
     """A refusal that names the files that the store has lost: first those of the checkpoint, since there may be another one. None: the
     files exist again.
     """
     resume = resume_of(row)
-    if resume and (lacking := _lacking(store, resume.manifest)):
+    if resume and (lacking := _missing_files(store, resume.manifest)):
         return refusals.of_checkpoint(resume.step, resume.path, lacking, error)
-    if lacking := _lacking(store, files_of(row)):
+    if lacking := _missing_files(store, files_of(row)):
         return refusals.of_files(row.job_id, lacking, error)
     return None
 
 
-def _lacking(store: BlobStore, files: Manifest) -> list[str]:
+def _missing_files(store: BlobStore, files: Manifest) -> list[str]:
     return [path for path, entry in files.items() if entry.sha256 not in store]
 
 
-async def _all(work: Any) -> None:
+async def _gather_all(work: Any) -> None:
     """Await all coroutines, even if some fail; then raise the first error."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):

@@ -114,7 +114,7 @@ def verdict_on(
         policy=Beyond.model_validate(job.request).retry_policy(),
         hopeless=_is_hopeless(session, job, move),
         same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
-        taken=_is_taken(move),
+        taken=_resources_are_taken(move),
         steps_back=_steps_back(attempt, move),
     )
     return after_end(facts, move.outcome, move.failure, move.because, chance)
@@ -288,7 +288,7 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
     )
 
 
-def _is_taken(move: Move) -> bool:
+def _resources_are_taken(move: Move) -> bool:
     """True if another attempt holds its GPUs or slot. This database may not know that attempt, and it may run for days."""
     code = refusals.code_of(_member_at_fault(move).get("refusal"))
     return move.failure is FailureClass.LAUNCH_FAILURE and code in refusals.TAKEN

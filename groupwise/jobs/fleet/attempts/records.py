@@ -171,7 +171,7 @@ def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, 
     members: dict[int, list[MemberRow]] = {}
     for row in session.execute(_MEMBERS, {"epochs": epochs}):
         member_reservations = reservations.get((row.epoch, row.rank), ())
-        members.setdefault(row.epoch, []).append(_member(row, member_reservations))
+        members.setdefault(row.epoch, []).append(_member_row(row, member_reservations))
     now = seconds(session)
     return {
         row.epoch: Snapshot(
@@ -253,7 +253,7 @@ def _reservations_held(session: Session, epochs: Sequence[int]) -> dict[tuple[in
     return by_member
 
 
-def _member(row: Any, reservations: Sequence[Any]) -> MemberRow:
+def _member_row(row: Any, reservations: Sequence[Any]) -> MemberRow:
     gpus = [reservation for reservation in reservations if reservation.uuid is not None]
     first = reservations[0] if reservations else None
     return MemberRow(
@@ -315,14 +315,14 @@ def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tupl
         for epoch, cancelled in session.execute(
             select(Attempt.epoch, Job.cancel_requested_at)
             .join(Job, Job.job_id == Attempt.job_id)
-            .where(Attempt.owner == owner, _open())
+            .where(Attempt.owner == owner, _is_open())
         )
     }
     for epoch, vm_id in session.execute(
         select(Member.epoch, Member.vm_id)
         .join(VM, VM.vm_id == Member.vm_id)
         .join(Attempt, Attempt.epoch == Member.epoch)
-        .where(Attempt.owner == owner, _open(), VM.lost_at.is_not(None))
+        .where(Attempt.owner == owner, _is_open(), VM.lost_at.is_not(None))
         .order_by(Member.epoch, Member.rank)
     ):
         cancelled, lost = requests.get(epoch, (False, ()))
@@ -336,7 +336,7 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | Non
         select(VM.vm_id, VM.boot_id, VM.contact)
         .join(Member, Member.vm_id == VM.vm_id)
         .join(Attempt, Attempt.epoch == Member.epoch)
-        .where(Attempt.owner == owner, _open())
+        .where(Attempt.owner == owner, _is_open())
         .distinct()
     )
     return {vm_id: (boot, contact == Contact.OK) for vm_id, boot, contact in rows}
@@ -368,7 +368,7 @@ def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     return list(
         session.scalars(
             update(Attempt)
-            .where(Attempt.owner == owner, _open())
+            .where(Attempt.owner == owner, _is_open())
             .values(lease_until=clock() + lease)
             .returning(Attempt.epoch)
         )
@@ -385,7 +385,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     attempts = session.scalars(
         select(Attempt)
         .where(
-            _open(),
+            _is_open(),
             or_(Attempt.lease_until < now, Attempt.lease_until > now + 2 * LONGEST_LEASE),
         )
         .order_by(Attempt.epoch)
@@ -395,7 +395,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     for attempt in attempts:
         previous_owner, attempt.owner = attempt.owner, owner
         attempt.lease_until = now + lease
-        _tell(
+        _append_event(
             session, attempt, owner, "attempt.adopted", {"owner": previous_owner}, {"owner": owner}
         )
     return [attempt.epoch for attempt in attempts]
@@ -403,15 +403,15 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
 
 def release_ownership(session: Session, owner: str) -> None:
     """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. Running jobs continue."""
-    session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
+    session.execute(update(Attempt).where(Attempt.owner == owner, _is_open()).values(lease_until=0.0))
 
 
-def let_all_go(session: Session) -> None:
+def end_all_leases(session: Session) -> None:
     """End all leases, when their owners are known to be gone: their attempts may then be adopted at once."""
-    session.execute(update(Attempt).where(_open()).values(lease_until=0.0))
+    session.execute(update(Attempt).where(_is_open()).values(lease_until=0.0))
 
 
-def _open() -> ColumnElement[bool]:
+def _is_open() -> ColumnElement[bool]:
     return or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
 
 
@@ -490,11 +490,11 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
         return
     state_before, attempt.state = attempt.state, to
     if to is AttemptState.RUNNING:
-        _begin(session, attempt)
-    _tell(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
+        _mark_running(session, attempt)
+    _append_event(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
 
 
-def _begin(session: Session, attempt: Attempt) -> None:
+def _mark_running(session: Session, attempt: Attempt) -> None:
     """All members run, which proves that their machines can launch: reset the machines' counts of failed launches."""
     attempt.running_at = seconds(session)
     blamed: set[int] | None = session.info.get(_BLAMED)
@@ -566,7 +566,7 @@ def contact(
     attempt.unreachable_since = min(since, default=None)
     if contact_before != attempt.contact:
         kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
-        _tell(
+        _append_event(
             session, attempt, owner, kind,
             {"contact": contact_before}, {"contact": attempt.contact}, vm_id=member.vm_id,
         )  # fmt: skip
@@ -579,7 +579,7 @@ def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None
     if member.handle.get("stuck") == why:
         return
     member.handle = {**member.handle, "stuck": why}
-    _tell(
+    _append_event(
         session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
         vm_id=member.vm_id, detail={"rank": rank, "why": why},
     )  # fmt: skip
@@ -600,7 +600,7 @@ def not_mirrored(
         **({"not_mirrored": why} if should_alert else {}),
     }
     if should_alert and "not_mirrored" not in handle_before:
-        _tell(
+        _append_event(
             session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
             vm_id=member.vm_id, detail={"why": why},
         )  # fmt: skip
@@ -623,7 +623,7 @@ def leaking(
         return
     cleanup_before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
     member = session.get_one(Member, (epoch, rank))
-    _tell(
+    _append_event(
         session, attempt, owner, "attempt.leaking",
         {"cleanup": cleanup_before}, {"cleanup": Cleanup.LEAKING},
         vm_id=member.vm_id, detail={"rank": rank, "holders": [dict(h) for h in holders]},
@@ -661,7 +661,7 @@ class LeftBehind:
     share_mb: int | None
 
 
-def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
+def unobserved_machines(session: Session, began: float, *, lately: bool = True) -> list[str]:
     """Machines that were not asked for their state since `began`, with or without an answer. If `lately`, an observation that was still
     fresh at `began` counts too. While there are such machines, the fleet may have stood still and its database may have been restored.
 
@@ -727,7 +727,7 @@ def left_nothing(session: Session, epoch: int, rank: int) -> None:
     )
 
 
-def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
+def use_again(session: Session, owner: str, vm_id: str) -> bool:
     """Use a machine again that was declared lost, if it holds nothing of earlier attempts. Returns whether it does not."""
     vm = session.get_one(VM, vm_id, with_for_update=True)
     open_epoch = session.scalar(
@@ -750,7 +750,7 @@ def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
     return True
 
 
-def _tell(
+def _append_event(
     session: Session,
     attempt: Attempt,
     owner: str,

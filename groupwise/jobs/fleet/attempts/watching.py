@@ -107,13 +107,13 @@ class Watch:
         while self.listeners:
             self.changed.clear()
             try:
-                await (self._knock() if self.down else self._poll())
+                await (self._try_contact() if self.down else self._poll())
                 backoff.reset()
             except HostError as error:
                 self._silence(str(error))
-                await self._rest(backoff.next())
+                await self._pause(backoff.next())
 
-    async def _rest(self, pause: float) -> None:
+    async def _pause(self, pause: float) -> None:
         """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
         self.seen.clear()
         await wait_at_most(pause, self.seen)
@@ -125,7 +125,7 @@ class Watch:
         for listener in list(self.listeners.values()):
             listener.lost_contact(reason)
 
-    async def _knock(self) -> None:
+    async def _try_contact(self) -> None:
         job, epoch = next(iter(self.listeners))
         await self.runner.status(job, epoch)
         log.info("%s answers again", self.vm_id)
@@ -163,16 +163,16 @@ class Watch:
             await asyncio.gather(wait_task, changed_task, return_exceptions=True)
         for state in states or ():
             name = (state.job, state.epoch)
-            has_news |= name in known and _differs(state, known[name])
+            has_news |= name in known and _has_changed(state, known[name])
             if listener := self.listeners.get(name):
                 listener.heard(state)
         if states is not None:
             # a machine that answers every `wait` at once is not asked again at once
             pause = self.pauses.first / (10 if has_news else 1)
-            await self._rest(max(0.0, asked_at + pause - time.monotonic()))
+            await self._pause(max(0.0, asked_at + pause - time.monotonic()))
 
 
-def _differs(state: MemberState, known: Known) -> bool:
+def _has_changed(state: MemberState, known: Known) -> bool:
     current = (state.state, state.log_size, state.checkpoints, state.step)
     return current != (known.state, known.log_size, known.checkpoints, known.step)
 

@@ -48,7 +48,7 @@ class Later(Generic[Result]):
     task: asyncio.Task[Result]
 
 
-class Gathered(Generic[One, Result]):
+class Batcher(Generic[One, Result]):
     """Collects requests that arrive while others are being handled; `deal` answers many at once, in their order."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Gathered(Generic[One, Result]):
         entry = (one, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         if self._dealing is None or self._dealing.done():
-            self._dealing = asyncio.create_task(self._deal_with_all())
+            self._dealing = asyncio.create_task(self._work_off())
         try:
             return await asyncio.shield(entry[1])
         except asyncio.CancelledError:
@@ -77,7 +77,7 @@ class Gathered(Generic[One, Result]):
             await _wait_until_done(entry[1])
             raise
 
-    async def _deal_with_all(self) -> None:
+    async def _work_off(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             try:
@@ -128,7 +128,7 @@ class Writes:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._gathered = Gathered[Write, Any](self._deal)
+        self._gathered = Batcher[Write, Any](self._deal)
 
     async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
         """Like `Database.in_thread`, for a write about this attempt. `ends`: it ends the attempt."""
@@ -137,7 +137,7 @@ class Writes:
     async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
         if len(writes) > 1:
             try:
-                return await self._database.in_thread(lambda session: _all(session, writes))
+                return await self._database.in_thread(lambda session: _write_all(session, writes))
             except (CommitUnknown, DatabaseFailure) as error:
                 return [error] * len(writes)
             except Exception:  # noqa: BLE001  # one of them failed, unknown which: each runs alone below
@@ -156,7 +156,7 @@ class Reads(Generic[One, Result]):
     ) -> None:
         self._database = database
         self._fn = fn
-        self._gathered = Gathered[One, Result | None](self._deal)
+        self._gathered = Batcher[One, Result | None](self._deal)
 
     async def look(self, one: One) -> Result | None:
         """Like `Database.read_in_thread`, for one key."""
@@ -164,7 +164,7 @@ class Reads(Generic[One, Result]):
 
     async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
         try:
-            results = await self._read(keys)
+            results = await self._read_keys(keys)
             return [results.get(key) for key in keys]
         except DatabaseFailure as error:
             return [error] * len(keys)
@@ -173,15 +173,15 @@ class Reads(Generic[One, Result]):
                 return [error]
         return [result for key in keys for result in await self._deal([key])]
 
-    async def _read(self, keys: Sequence[One]) -> Mapping[One, Result]:
+    async def _read_keys(self, keys: Sequence[One]) -> Mapping[One, Result]:
         return await self._database.read_in_thread(lambda session: self._fn(session, keys))
 
 
-class _Apart(Exception):
+class _SeparateWrites(Exception):
     """The batch would have to wait for another process's lock."""
 
 
-def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
+def _write_all(session: Session, writes: Sequence[Write]) -> list[Any]:
     try:
         _wait_for_locks(session, LOCK_SECONDS)
         ending = (write.epoch for write in writes if write.ends)
@@ -195,7 +195,7 @@ def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
         return results
     except OperationalError as error:
         if getattr(error.orig, "sqlstate", None) == "55P03":
-            raise _Apart from error
+            raise _SeparateWrites from error
         raise
 
 

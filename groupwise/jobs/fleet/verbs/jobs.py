@@ -101,7 +101,7 @@ def filter_of(
         labels[key] = value
     return JobFilter(
         ids=None if ids is None else tuple(ids),
-        status=None if status is None else _statuses(status),
+        status=None if status is None else _parse_statuses(status),
         project=project,
         name=name,
         job_type=kind,
@@ -112,7 +112,7 @@ def filter_of(
     )
 
 
-def _statuses(names: Iterable[str]) -> frozenset[JobStatus]:
+def _parse_statuses(names: Iterable[str]) -> frozenset[JobStatus]:
     statuses: set[JobStatus] = set()
     for name in names:
         try:
@@ -127,7 +127,7 @@ def _statuses(names: Iterable[str]) -> frozenset[JobStatus]:
 
 def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
     """Statuses of jobs that have ended; None: all of these. Raises `invalid_request` for others."""
-    statuses = None if words is None else _statuses(words)
+    statuses = None if words is None else _parse_statuses(words)
     if statuses is not None and (invalid := sorted(statuses - FINAL)):
         raise Refusal(
             "invalid_request",
@@ -223,7 +223,7 @@ def checkpoints(session: Session, job_id: str) -> list[Document]:
 def why_waiting(session: Session, job: Job) -> list[str]:
     """The reasons why a job does not run; empty if it runs or has ended."""
     reasons = pending_reasons.explain(session, job)
-    standstill = status.why_nothing_begins(session)
+    standstill = status.why_nothing_starts(session)
     if reasons and job.status != JobStatus.HELD and standstill is not None:
         reasons.insert(0, standstill)
     return reasons
@@ -252,17 +252,17 @@ def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = Non
 
     Safe to repeat. Raises `job_state` for a job that has ended otherwise.
     """
-    return _alone(session, actor, job_id, cancelling(reason))
+    return _change_one(session, actor, job_id, cancelling(reason))
 
 
 def hold(session: Session, actor: Actor, job_id: str) -> Document:
     """Keep a waiting job from starting until it is released. Raises `job_state` for one that runs or has ended."""
-    return _alone(session, actor, job_id, holding)
+    return _change_one(session, actor, job_id, holding)
 
 
 def release(session: Session, actor: Actor, job_id: str) -> Document:
     """Allow a held job to start. Raises `job_state` for one that is not held."""
-    return _alone(session, actor, job_id, releasing)
+    return _change_one(session, actor, job_id, releasing)
 
 
 def retry(
@@ -274,10 +274,10 @@ def retry(
     Its request is read and expanded again, and it resumes from its last checkpoint if there is one. If admission rejects it, it has failed
     again at once, with the reason.
     """
-    return _alone(session, actor, job_id, retrying(allowed))
+    return _change_one(session, actor, job_id, retrying(allowed))
 
 
-def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
+def change_many(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
     """Make one change to many jobs, in one transaction. Returns each job's new document, or its `job_id` and `error` if it was refused.
 
     The jobs are locked in one order, and then their projects in one order: two callers wait for each other instead of deadlocking.
@@ -312,11 +312,11 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
 
 
 def changed_ids(done: Sequence[Document]) -> list[str]:
-    """The ids of the jobs that `together` has changed; the others may not even exist."""
+    """The ids of the jobs that `change_many` has changed; the others may not even exist."""
     return [result["job_id"] for result in done if "error" not in result]
 
 
-def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
+def _change_one(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
     job = find.job(session, actor, job_id, lock=True)
     change.to_each(session, actor, job, 0)
     session.flush()
@@ -327,10 +327,10 @@ def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Docum
 
 def cancelling(reason: str | None = None) -> Change:
     """The change made by `cancel`."""
-    return Change(partial(_cancel, detail=None if reason is None else {"reason": reason}))
+    return Change(partial(_cancel_job, detail=None if reason is None else {"reason": reason}))
 
 
-def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None) -> None:
+def _cancel_job(session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None) -> None:
     if job.status == JobStatus.CANCELLED:
         return
     if job.status in FINAL:
@@ -338,7 +338,7 @@ def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Documen
             "job_state", f"{job.job_id} has {job.status} already; there is nothing to cancel."
         )
     if job.status != JobStatus.RUNNING:
-        _move(session, actor, job, JobStatus.CANCELLED, detail)
+        _set_status(session, actor, job, JobStatus.CANCELLED, detail)
         requeue_pending.wake(session, actor=actor.name)
     elif job.cancel_requested_at is None:
         job.cancel_requested_at = seconds(session)
@@ -352,7 +352,7 @@ def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Documen
         )
 
 
-def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
+def _hold_job(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status == JobStatus.HELD:
         return
     if job.status == JobStatus.RUNNING:
@@ -365,33 +365,33 @@ def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
         raise Refusal(
             "job_state", f"{job.job_id} has {job.status} already; there is nothing to hold."
         )
-    _move(session, actor, job, JobStatus.HELD)
+    _set_status(session, actor, job, JobStatus.HELD)
 
 
-holding = Change(_hold)
+holding = Change(_hold_job)
 """The change made by `hold`."""
 
 
-def _release(session: Session, actor: Actor, job: Job, _: int) -> None:
+def _release_job(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
         return
     if job.status != JobStatus.HELD:
         raise Refusal(
             "job_state", f"{job.job_id} is {job.status}, not held; there is nothing to release."
         )
-    _move(session, actor, job, JobStatus.QUEUED)
+    _set_status(session, actor, job, JobStatus.QUEUED)
 
 
-releasing = Change(_release)
+releasing = Change(_release_job)
 """The change made by `release`."""
 
 
 def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
     """The change made by `retry`."""
-    return Change(_retry, partial(_admit_again, allowed=allowed))
+    return Change(_retry_job, partial(_admit_again, allowed=allowed))
 
 
-def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
+def _retry_job(session: Session, actor: Actor, job: Job, ahead: int) -> None:
     if job.status not in RETRIED_FROM:
         reasons: dict[str, str] = {
             JobStatus.COMPLETED: "has completed; submit it again to have it run once more.",
@@ -435,7 +435,7 @@ def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) 
     untracked_processes.hold_back(session, strays.intersection(ids))
 
 
-def _move(
+def _set_status(
     session: Session, actor: Actor, job: Job, to: JobStatus, detail: Document | None = None
 ) -> None:
     """Change the status of a job that does not run, and write the event."""

@@ -56,7 +56,7 @@ def make(
         expires_at=None if lasts is None else now + lasts,
     )
     session.add(row)
-    _tell(
+    _append_event(
         session,
         actor,
         events.KEY_MADE,
@@ -65,12 +65,12 @@ def make(
     notes = [
         f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
         f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `vm remove {vm_id}` takes it out"
-        for vm_id in (where_as_us(session, project_names) if role != "read" else ())
+        for vm_id in (machines_run_as_fleet_user(session, project_names) if role != "read" else ())
     ]
     return key_document(row) | {"key": new_api_key.key, "notes": notes}
 
 
-def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]:
+def machines_run_as_fleet_user(session: Session, projects: Collection[str] | None) -> list[str]:
     """Machines where jobs of these projects run as the user of the control plane, and so can read and change the fleet's database, keys and
     secrets. None (all projects): such a submitter is trusted with that, so the list is empty."""
     if projects is None:
@@ -110,7 +110,7 @@ def revoke(session: Session, actor: Actor, key_id: str) -> Document:
         raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known_ids}.")
     if key.revoked_at is None:
         key.revoked_at = seconds(session)
-        _tell(session, actor, events.KEY_REVOKED, {"key_id": key_id})
+        _append_event(session, actor, events.KEY_REVOKED, {"key_id": key_id})
     return key_document(key)
 
 
@@ -121,5 +121,5 @@ def listing(session: Session, actor: Actor) -> list[Document]:
     return [key_document(key) for key in rows]
 
 
-def _tell(session: Session, actor: Actor, kind: str, detail: Document) -> None:
+def _append_event(session: Session, actor: Actor, kind: str, detail: Document) -> None:
     events.append(session, actor=actor.name, kind=kind, detail=detail)

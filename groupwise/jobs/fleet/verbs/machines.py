@@ -162,7 +162,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
             f"`groupwise fleet vm remove {new.vm_id}` first.",
         )
     before = None if is_new else {"active": False}
-    _describe(vm, new)
+    _set_columns(vm, new)
     vm.observed_round = seconds(session)  # an observation that started before saw the old machine
     _require_own_folder(session, vm)
     # Rows of GPUs stay for the history, and would be counted.
@@ -173,7 +173,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
             f"a machine with GPUs was called {new.vm_id} before, and its history stays. Choose another name for what stands behind an "
             "engine.",
         )
-    vm.lost_at = (vm.lost_at or seconds(session)) if _left_there(session, new.vm_id) else None
+    vm.lost_at = (vm.lost_at or seconds(session)) if _may_still_run_there(session, new.vm_id) else None
     session.flush()
     session.refresh(vm)
     after = {
@@ -208,7 +208,7 @@ def _make_row(session: Session, vm_id: str) -> bool:
     return session.execute(row.returning(VM.vm_id)).scalar() is not None
 
 
-def _left_there(session: Session, vm_id: str) -> bool:
+def _may_still_run_there(session: Session, vm_id: str) -> bool:
     """True if an attempt that was given up may still run there."""
     given_up = (
         select(Member.epoch)
@@ -223,7 +223,7 @@ def _left_there(session: Session, vm_id: str) -> bool:
     return session.scalar(given_up.limit(1)) is not None
 
 
-def _describe(vm: VM, new: NewMachine) -> None:
+def _set_columns(vm: VM, new: NewMachine) -> None:
     """Set all columns that describe the machine, and reset the state of an earlier machine of this name."""
     for name in (
         "ip_address",
@@ -290,7 +290,7 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Reservation.vm_id == vm.vm_id, Reservation.released_at.is_(None))
     ):
-        holder = _holder(actor, reservation, attempt, job)
+        holder = _holder_document(actor, reservation, attempt, job)
         if reservation.gpu_id is None:
             slots.append(holder)
         else:
@@ -328,7 +328,7 @@ def _engine_slots(vm: VM, in_use: int) -> Document:
     return {"total_slots": total, "available_slots": free_slots}
 
 
-def _holder(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
+def _holder_document(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
     """The reservation's holder; callers without access to its project learn only that there is one."""
     if not actor.may_see(job.project):
         return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}
@@ -599,8 +599,8 @@ def change(
         raise Refusal("invalid_request", f"nothing to change: give {', '.join(changes)}.")
     vm = find.active_machine(session, vm_id, lock=True)
     if engine:
-        after["engine"] = _changed_engine(vm, engine)
-    _require_sound(after, vm.engine)
+        after["engine"] = _merge_engine(vm, engine)
+    _require_valid(after, vm.engine)
     if vm.transport == LOCAL and (location_names := [name for name in WAY if name in after]):
         raise Refusal(
             "vm_state",
@@ -622,7 +622,7 @@ def change(
     return _with_gpus(session, actor, vm)
 
 
-def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
     """The machine's engine document with the changes applied."""
     if vm.engine is None:
         raise Refusal(
@@ -638,7 +638,7 @@ def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
+def _require_valid(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
     """Check the changes by the rules for a new machine. `engine`: the engine in the row. Raises `invalid_request`."""
     problems = [f"{name} is empty" for name, value in after.items() if value == ""]
     as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", "engine": engine, **after}
@@ -678,7 +678,7 @@ def _require_empty(session: Session, vm: VM, consequence: str) -> None:
         f", so {consequence} now",
         next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
     )
-    if _left_there(session, vm.vm_id):
+    if _may_still_run_there(session, vm.vm_id):
         raise Refusal(
             "vm_in_use",
             f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, as "

@@ -59,7 +59,7 @@ def old_jobs(
         query = query.where(Job.project == project)
     job_ids = session.scalars(query).all()
     awaited_ids = _jobs_waited_for(session)
-    needed_ids = awaited_ids.union(*(_in_use(session, portion) for portion in _portions(job_ids)))
+    needed_ids = awaited_ids.union(*(_jobs_in_use(session, portion) for portion in _portions(job_ids)))
     return [job_id for job_id in job_ids if job_id not in needed_ids]
 
 
@@ -71,7 +71,7 @@ def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str
     jobs = [
         job for job in session.scalars(ended_jobs.with_for_update()) if actor.may_see(job.project)
     ]
-    needed_ids = _jobs_waited_for(session) | _in_use(session, [job.job_id for job in jobs])
+    needed_ids = _jobs_waited_for(session) | _jobs_in_use(session, [job.job_id for job in jobs])
     removable = [job for job in jobs if job.job_id not in needed_ids]
     events.append_many(
         session,
@@ -118,7 +118,7 @@ def _jobs_waited_for(session: Session) -> set[str]:
     return job_ids
 
 
-def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
+def _jobs_in_use(session: Session, job_ids: Collection[str]) -> set[str]:
     """Jobs that may still have processes or GPUs on a machine.
 
     A machine that was declared lost may come back with them, and is then cleaned up by the rows; a removed machine will not come back.

@@ -45,7 +45,7 @@ class _Machine:
             yield self.engine.said.gpu_model
 
 
-class _There:
+class _Existing:
     """Index of the properties of some machines, for frequent look-ups."""
 
     def __init__(self, machines: Sequence[_Machine]) -> None:
@@ -64,11 +64,11 @@ class _Fleet:
     """The machines of a fleet by name, and an index of their properties."""
 
     machines: Mapping[str, _Machine]
-    there: _There
+    there: _Existing
     names: Sequence[str]
 
 
-def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
+def unmet_requirements(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     """Notes on the requirements of each job that the fleet cannot meet at present."""
     wishes: list[Wish] = [
         (
@@ -81,8 +81,8 @@ def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     ]
     notes: dict[Wish, list[str]] = {_NONE: []}
     if any(wish != _NONE for wish in wishes):
-        machines = _machines(session)
-        fleet = _Fleet(machines, _There([*machines.values()]), [*machines])
+        machines = _machines_by_name(session)
+        fleet = _Fleet(machines, _Existing([*machines.values()]), [*machines])
         for wish in wishes:
             if wish not in notes:
                 compare = len(notes) <= MOST_COMPARED  # with similar names that exist
@@ -99,7 +99,7 @@ def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
 _NONE: Wish = (None, (), None, ())
 
 
-def _machines(session: Session) -> dict[str, _Machine]:
+def _machines_by_name(session: Session) -> dict[str, _Machine]:
     gpus: dict[str, list[tuple[int, str, str]]] = {}
     of_gpus = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
     for vm_id, index, uuid, model in session.execute(select(*of_gpus).order_by(*of_gpus[:2])):
@@ -122,7 +122,7 @@ def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
         )
         yield f"no machine is called {vm!r}{gpu_note}", vm, fleet.names, "vm add"
         return
-    existing = fleet.there if vm is None else _There([fleet.machines[vm]])
+    existing = fleet.there if vm is None else _Existing([fleet.machines[vm]])
     subject = "no machine has" if vm is None else f"machine {vm} does not have"
     missing_labels = [label for label in labels if label not in existing.having]
     for name, value in missing_labels:

@@ -97,7 +97,7 @@ def missing_roles(session: Session) -> list[str]:
     return [role for role in NEEDED_ROLES if role not in played_roles]
 
 
-def why_nothing_begins(session: Session) -> str | None:
+def why_nothing_starts(session: Session) -> str | None:
     """The reason why no dispatcher starts jobs, or not yet; None: one does, according to their reports."""
     dispatchers = [
         row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]
@@ -115,25 +115,25 @@ def why_nothing_begins(session: Session) -> str | None:
 def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
     """Alarms, the worst first. A full disk may be the reason why a role is missing."""
     if actor.projects is None:
-        yield from _disks(session, folders)
-    yield from _roles(session)
+        yield from _disk_alarms(session, folders)
+    yield from _role_alarms(session)
     if actor.projects is None:
-        yield from _mixed_processes(session)
-        yield from _late_news(session)
-        yield from _machines(session)
-        yield from _strays(session)
-        yield from _gpus(session)
-        yield from _accused_gpus(session)
-    yield from _attempts(session, actor)
-    yield from _not_mirrored(session, actor)
-    yield from _damaged_checkpoints(session, actor)
+        yield from _mixed_process_alarms(session)
+        yield from _late_news_alarms(session)
+        yield from _machine_alarms(session)
+        yield from _stray_alarms(session)
+        yield from _gpu_alarms(session)
+        yield from _accused_gpu_alarms(session)
+    yield from _attempt_alarms(session, actor)
+    yield from _not_mirrored_alarms(session, actor)
+    yield from _damaged_checkpoint_alarms(session, actor)
 
 
 def _alarm(kind: str, message: str, remedy: str, **about: object) -> Document:
     return {"kind": kind, "message": message, "remedy": remedy, **about}
 
 
-def _roles(session: Session) -> Iterator[Document]:
+def _role_alarms(session: Session) -> Iterator[Document]:
     missing = missing_roles(session)
     if missing:
         is_none_running = len(missing) == len(NEEDED_ROLES)
@@ -148,7 +148,7 @@ def _roles(session: Session) -> Iterator[Document]:
         )
 
 
-def _mixed_processes(session: Session) -> Iterator[Document]:
+def _mixed_process_alarms(session: Session) -> Iterator[Document]:
     """Alarms of processes of one fleet that see different folders, or are of different releases."""
     living = [process for process in processes(session) if process["alive"]]
     folders = _processes_by(living, FOLDER)
@@ -181,7 +181,7 @@ def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
     return {value: ", ".join(sorted(names)) for value, names in sorted(names_by_value.items())}
 
 
-def _late_news(session: Session) -> Iterator[Document]:
+def _late_news_alarms(session: Session) -> Iterator[Document]:
     """An alarm if the ends of jobs are announced to NATS too late."""
     nats_links = [
         process["facts"].get(TELLING) for process in processes(session) if process["alive"]
@@ -198,7 +198,7 @@ def _late_news(session: Session) -> Iterator[Document]:
         )
 
 
-def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
+def _disk_alarms(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
     """Alarms of full disks. They are measured directly, since a full disk would prevent recording that in the database."""
     seen_disks = set[int]()
     url = session.connection().engine.url
@@ -223,7 +223,7 @@ def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
         seen_disks.add(disk)
 
 
-def _machines(session: Session) -> Iterator[Document]:
+def _machine_alarms(session: Session) -> Iterator[Document]:
     now = seconds(session)
     for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id)):
         vm_field = {"vm_id": vm.vm_id}
@@ -272,7 +272,7 @@ def _machines(session: Session) -> Iterator[Document]:
             )
 
 
-def _strays(session: Session) -> Iterator[Document]:
+def _stray_alarms(session: Session) -> Iterator[Document]:
     now = seconds(session)
     for vm_id, attempt in untracked_processes.on_machines(session):
         yield _alarm(
@@ -287,7 +287,7 @@ def _strays(session: Session) -> Iterator[Document]:
         )
 
 
-def _gpus(session: Session) -> Iterator[Document]:
+def _gpu_alarms(session: Session) -> Iterator[Document]:
     rows = session.scalars(
         select(GPU)
         .join(VM, VM.vm_id == GPU.vm_id)
@@ -304,7 +304,7 @@ def _gpus(session: Session) -> Iterator[Document]:
         )
 
 
-def _accused_gpus(session: Session) -> Iterator[Document]:
+def _accused_gpu_alarms(session: Session) -> Iterator[Document]:
     """Alarms of GPUs that only one job's log has recently accused."""
     now = seconds(session)
     rows = session.scalars(
@@ -329,7 +329,7 @@ def _accused_gpus(session: Session) -> Iterator[Document]:
         )
 
 
-def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
+def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     is_open = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
     query = (
         select(Attempt, Member.vm_id, Member.handle, Member.log_offset)
@@ -386,7 +386,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
             )
 
 
-def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
+def _not_mirrored_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     """Alarms of attempts whose last steps exist only on their machine: they could not resume elsewhere."""
     reason_column = Member.handle["not_mirrored"].as_string()
     query = (
@@ -410,7 +410,7 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
         )
 
 
-def _damaged_checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
+def _damaged_checkpoint_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     """Alarms of recent damage: the job has continued without the checkpoint, but the same disk holds all other checkpoints."""
     now = seconds(session)
     query = (

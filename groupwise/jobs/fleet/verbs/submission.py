@@ -57,8 +57,8 @@ def submit_all(
     accepted: list[Document] = []
     try:
         for request, job in zip(requests, jobs, strict=True):
-            _refuse_wrong(request, job, unsent)
-            document = job_document(job) | {"notes": _notes(request, job)}
+            _refuse_invalid(request, job, unsent)
+            document = job_document(job) | {"notes": _submission_notes(request, job)}
             accepted.append(visibility.job(session, actor, document))
     except (UsageError, Refusal) as error:
         code = error.code if isinstance(error, Refusal) else "invalid_request"
@@ -69,7 +69,7 @@ def submit_all(
         message = f"job {index + 1} of {len(requests)}: {error.message}"
         raise Refusal(code, message, errors=[problem]) from error
     # Requirements that no machine meets may be mistyped, and the operator may have forgotten to start a dispatcher.
-    unmet = schedulability.nowhere(session, [request.resources for request in requests])
+    unmet = schedulability.unmet_requirements(session, [request.resources for request in requests])
     idle = "dispatcher" in status.missing_roles(session)
     for accepted_job, notes in zip(accepted, unmet, strict=True):
         accepted_job["notes"] += [*notes, *([status.NO_DISPATCHER] if idle else [])]
@@ -90,12 +90,12 @@ def plan(
     trial = session.begin_nested()
     try:
         job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
-        _refuse_wrong(request, job, unsent)
+        _refuse_invalid(request, job, unsent)
         document = job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
-            "notes": _notes(request, job),
-            **_outlook(session, job),
+            "notes": _submission_notes(request, job),
+            **_placement_outlook(session, job),
         }
         return visibility.job(session, actor, document)
     finally:
@@ -121,7 +121,7 @@ def _missing_blobs(
     return rights.lacking(session, actor.projects, hashes)
 
 
-def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:
+def _refuse_invalid(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:
     """Refuse a request that admission rejected, or that names files which only other projects have sent."""
     if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
         raise Refusal("invalid_request", job.failure_reason)
@@ -133,7 +133,7 @@ def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None
             )
 
 
-def _notes(request: JobRequest, job: Job) -> list[str]:
+def _submission_notes(request: JobRequest, job: Job) -> list[str]:
     """Notes on values that admission chose because the request gave none."""
     requested, settled = request.resources, job.resources
     if (
@@ -147,7 +147,7 @@ def _notes(request: JobRequest, job: Job) -> list[str]:
     return ["--gpus was not given: the job gets no GPU, as the fleet has none"]
 
 
-def _outlook(session: Session, job: Job) -> Document:
+def _placement_outlook(session: Session, job: Job) -> Document:
     """The places where the job could start now, or the reasons why it would wait."""
     placement = None if job.admitted_at is None else waits.outlook(session, job)
     if not isinstance(placement, Placement):

@@ -105,11 +105,11 @@ def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
     for line in lines:
         text = _OF_MACHINE.sub(rf"\1 ({UNTOLD})", str(line))
         text = _OF_GPU.sub(rf"\1 ({UNTOLD})", text)
-        visible_reasons.append(_KEPT.sub(lambda match: _own_names(session, actor, match), text))
+        visible_reasons.append(_KEPT.sub(lambda match: _visible_names(session, actor, match), text))
     return visible_reasons
 
 
-def _own_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
+def _visible_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
     names = match[2].split(", ")
     query = select(Job.job_id).where(Job.job_id.in_(names), Job.project.in_(actor.projects or ()))
     visible_names = sorted(session.scalars(query))

@@ -727,5 +727,5 @@ async def test_what_is_over_and_waits_for_an_engine_never_begins(
             told.append("kill")
             return MemberState(job, epoch, RunnerState.EXITED)
 
-    await dispatchers._end(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
+    await dispatchers._stop_attempt(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
     assert told == asked

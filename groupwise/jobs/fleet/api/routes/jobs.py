@@ -174,26 +174,26 @@ async def retry_job(context: Context, job_id: str) -> Response:
 
 async def cancel_jobs(context: Context, body: CancelJobsBody) -> Response:
     """Have many end: each as it is then, or `job_id` and `error` where it was refused."""
-    return await _together(context, body, jobs.cancelling(body.reason))
+    return await _change_jobs(context, body, jobs.cancelling(body.reason))
 
 
 async def hold_jobs(context: Context, body: JobsBody) -> Response:
     """Have many wait until they are released, answered likewise."""
-    return await _together(context, body, jobs.holding)
+    return await _change_jobs(context, body, jobs.holding)
 
 
 async def release_jobs(context: Context, body: JobsBody) -> Response:
     """Let many go on that are held, answered likewise."""
-    return await _together(context, body, jobs.releasing)
+    return await _change_jobs(context, body, jobs.releasing)
 
 
 async def retry_jobs(context: Context, body: JobsBody) -> Response:
     """Start many again that failed or were cancelled, answered likewise."""
-    return await _together(context, body, jobs.retrying(context.serving.allowed))
+    return await _change_jobs(context, body, jobs.retrying(context.serving.allowed))
 
 
-async def _together(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
-    results = await context.run(jobs.together, body.jobs, change)
+async def _change_jobs(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
+    results = await context.run(jobs.change_many, body.jobs, change)
     context.serving.doorbell.ring(jobs.changed_ids(results))
     return document(results)
 
