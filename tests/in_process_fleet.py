@@ -21,7 +21,7 @@ from groupwise.jobs.fleet.attempts.controller import Collected, Part, Pauses
 from groupwise.jobs.fleet.attempts.effects import Gateway, Hook, Side
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses as WatchPauses
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Intervals, Tuning
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import Cleanup, Contact

@@ -25,7 +25,7 @@ from groupwise.core.terminal.text import one_line, shorten
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
-    from groupwise.jobs.fleet.download import Tell
+    from groupwise.jobs.fleet.download import OnProgress
     from groupwise.jobs.fleet.local import LocalFleet
     from groupwise.jobs.fleet.settings import FleetPlace
 
@@ -61,7 +61,7 @@ def fleet(
     if isinstance(location, FleetAddress):
         from groupwise.jobs.fleet.client import FleetClient
 
-        with FleetClient(location.url, tell=say, timeout=timeout) as client:
+        with FleetClient(location.url, warn=say, timeout=timeout) as client:
             yield client
     else:
         with fleet_here(fleet_at, make=make) as local:
@@ -95,7 +95,7 @@ def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFl
     database = databases.connect(place.database_url)
     try:
         databases.check_schema(database, lambda: who_plays(place.folder))
-        with LocalFleet(place, database, terminal_user(), tell=say) as local:
+        with LocalFleet(place, database, terminal_user(), warn=say) as local:
             yield local
     finally:
         database.close()
@@ -146,21 +146,21 @@ def require_server() -> None:
 
 
 @contextmanager
-def progress() -> Generator[Tell, None, None]:
+def progress() -> Generator[OnProgress, None, None]:
     """Show progress in a line that is overwritten, and removed at the end. Shows nothing if standard error is not a terminal."""
-    from groupwise.jobs.fleet.download import tell_nobody
+    from groupwise.jobs.fleet.download import no_progress
 
     if not sys.stderr.isatty():
-        yield tell_nobody
+        yield no_progress
         return
     last_printed, has_printed = time.monotonic(), False
 
-    def tell(received: int, size: int, label: str) -> None:
+    def tell(received: int, total: int, label: str) -> None:
         nonlocal last_printed, has_printed
         if time.monotonic() - last_printed < SHOW_SECONDS:
             return
         last_printed, has_printed = time.monotonic(), True
-        line = f"{byte_size(received)} of {byte_size(size)}, {one_line(label)}"
+        line = f"{byte_size(received)} of {byte_size(total)}, {one_line(label)}"
         typer.echo(f"\r\x1b[K{shorten(line, WIDEST)}", err=True, nl=False)
 
     try:

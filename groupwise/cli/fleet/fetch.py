@@ -44,7 +44,7 @@ def fetch(
     Each file appears whole, once its hash has been verified. Files that are there already stay, and interrupted ones are continued.
     """
     folder = Path(job) if to is None else to.expanduser()
-    with fleet(fleet_at) as access, progress() as tell:
+    with fleet(fleet_at) as access, progress() as on_progress:
         result = access.fetch(
             job,
             folder,
@@ -53,7 +53,7 @@ def fetch(
             epoch=epoch,
             rank=rank,
             force=force,
-            tell=tell,
+            on_progress=on_progress,
         )
     if as_json:
         write_json(result)

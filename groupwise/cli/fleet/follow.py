@@ -59,7 +59,7 @@ class _LogSource(Protocol):
     ) -> LogPart: ...
 
 
-class _Patiently:
+class _RetryingAccess:
     """A fleet whose calls are retried until it answers. The calls only read, from a given position, so nothing is printed twice."""
 
     def __init__(self, access: FleetClient) -> None:
@@ -123,7 +123,7 @@ def print_log(
     access: FleetClient, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
 ) -> None:
     """Print the log of one attempt, as far as the control machine has it."""
-    job = _look(access, job_id, epoch)
+    job = _find_job(access, job_id, epoch)
     part = access.log(job_id, epoch=epoch, rank=rank, tail=tail)
     shown_epoch = part.epoch if epoch is None else epoch
     if part.epoch != shown_epoch or (not part.data and part.offset == 0):
@@ -149,9 +149,9 @@ def follow_log(
 ) -> dict[str, Any]:
     """Print the log as it grows, attempt after attempt, until the job has ended. Returns its final state. `epoch`: only that attempt."""
     reader = _LogReader(job_id, epoch, tail, rank)
-    printed_reason, retrying_access = "", _Patiently(access)
+    printed_reason, retrying_access = "", _RetryingAccess(access)
     while True:
-        job = _look(retrying_access, job_id, epoch)
+        job = _find_job(retrying_access, job_id, epoch)
         is_over = job["status"] in FINAL or _is_over(job, epoch)
         has_started = reader.epoch is not None
         if (
@@ -170,7 +170,7 @@ def _is_over(job: dict[str, Any], epoch: int | None) -> bool:
     return epoch is not None and (job["status"] != "running" or job["epochs"][-1:] != [epoch])
 
 
-def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
+def _find_job(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
     """The progress of a job. Raises UsageError if it has no such attempt."""
     job = access.progress(job_id)
     if epoch is not None and epoch not in job["epochs"]:
@@ -196,11 +196,11 @@ def until_ended(
     access: FleetClient, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended. Returns their final states."""
-    job_set, retrying_access = list(dict.fromkeys(job_ids)), _Patiently(access)
+    job_set, retrying_access = list(dict.fromkeys(job_ids)), _RetryingAccess(access)
     statuses: dict[str, str] = {}
     ended_jobs: dict[str, dict[str, Any]] = {}
     while True:
-        jobs = _states(retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs])
+        jobs = _job_states(retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs])
         for job_id, job in jobs.items():
             if statuses.get(job_id) != job["status"]:
                 statuses[job_id] = job["status"]
@@ -211,7 +211,7 @@ def until_ended(
         sleep(ASK_SECONDS)
 
 
-def _states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _job_states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The states of these jobs, requested in portions. Raises the fleet's refusal if one of them no longer exists."""
     jobs: dict[str, dict[str, Any]] = {}
     for start in range(0, len(job_ids), PORTION):

@@ -142,7 +142,7 @@ class _Change:
     """The result for one job as text."""
 
 
-def _apply(
+def _apply_change(
     change: _Change,
     fleet_at: str | None,
     ids: Sequence[str] | None,
@@ -164,7 +164,7 @@ def _apply(
             result = change.one(access, ids[0])
             write_json(result) if as_json else say(change.result(result))
             return
-        results = _each(access, ids or job_filter.ids(access, change.statuses), change, as_json)
+        results = _change_in_portions(access, ids or job_filter.ids(access, change.statuses), change, as_json)
     refused_count = sum("error" in result for result in results)
     if as_json:
         write_json(results)
@@ -186,7 +186,7 @@ def _apply(
         raise typer.Exit(UsageError.exit_code)
 
 
-def _each(
+def _change_in_portions(
     access: FleetClient, ids: Sequence[str], change: _Change, as_json: bool
 ) -> list[dict[str, Any]]:
     """Change jobs in portions, and print each result at once. If a portion fails, --json prints the finished changes with the error."""
@@ -237,13 +237,13 @@ def stop(
         lambda job: (
             f"{job['job_id']} is being ended on {job['assigned_vm']}"
             if job["status"] == "running"
-            else _is_now(job)
+            else _status_sentence(job)
         ),
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
-def _is_now(job: dict[str, Any]) -> str:
+def _status_sentence(job: dict[str, Any]) -> str:
     return f"{job['job_id']} is {job['status']}"
 
 
@@ -265,9 +265,9 @@ def resume(
         frozenset(RETRIED_FROM),
         lambda access, job_id: access.retry(job_id),
         lambda access, ids: access.retry_all(ids),
-        lambda job: f"{_is_now(job)} again",
+        lambda job: f"{_status_sentence(job)} again",
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
 def hold(
@@ -286,9 +286,9 @@ def hold(
         frozenset(("queued", "pending")),
         lambda access, job_id: access.hold(job_id),
         lambda access, ids: access.hold_all(ids),
-        _is_now,
+        _status_sentence,
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
 def release(
@@ -307,9 +307,9 @@ def release(
         frozenset(("held",)),
         lambda access, job_id: access.release(job_id),
         lambda access, ids: access.release_all(ids),
-        _is_now,
+        _status_sentence,
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
 def logs(

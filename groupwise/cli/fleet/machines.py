@@ -273,13 +273,13 @@ def show(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = Fa
 @command(machines, "drain")
 def drain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place no new jobs there; those that run go on."""
-    _change("drain", vm, fleet_at, as_json)
+    _change_machine("drain", vm, fleet_at, as_json)
 
 
 @command(machines, "undrain")
 def undrain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place jobs there again."""
-    _change("undrain", vm, fleet_at, as_json)
+    _change_machine("undrain", vm, fleet_at, as_json)
 
 
 @command(machines, "cordon")
@@ -290,13 +290,13 @@ def cordon(
     as_json: AsJson = False,
 ) -> None:
     """Place no new jobs there, and say why."""
-    _change("cordon", vm, fleet_at, as_json, reason)
+    _change_machine("cordon", vm, fleet_at, as_json, reason)
 
 
 @command(machines, "uncordon")
 def uncordon(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place jobs there again, and forget its failed launches."""
-    _change("uncordon", vm, fleet_at, as_json)
+    _change_machine("uncordon", vm, fleet_at, as_json)
 
 
 @command(machines, "mark-lost", "lost")
@@ -318,13 +318,13 @@ def lost(
             )
         if not ask(f"Is {vm} gone for good? Its jobs start again elsewhere."):
             raise typer.Exit(1)
-    _change("lost", vm, fleet_at, as_json)
+    _change_machine("lost", vm, fleet_at, as_json)
 
 
 @command(machines, "remove")
 def remove(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Remove a machine from the fleet; nothing may run there."""
-    _change("remove", vm, fleet_at, as_json)
+    _change_machine("remove", vm, fleet_at, as_json)
 
 
 @command(machines, "trust")
@@ -359,7 +359,7 @@ def trust(
                 say(f"{vm} had the host key {machine['fingerprint']} before.")
             if not ask(f"{vm} shows the host key {fingerprint}. Is that the machine's own?"):
                 raise typer.Exit(1)
-    _change("trust", vm, fleet_at, as_json, fingerprint)
+    _change_machine("trust", vm, fleet_at, as_json, fingerprint)
 
 
 @command(machines, "clear-quarantine")
@@ -370,10 +370,10 @@ def clear_quarantine(
     as_json: AsJson = False,
 ) -> None:
     """Give a GPU to jobs again that had been faulty."""
-    _change("clear_quarantine", vm, fleet_at, as_json, gpu)
+    _change_machine("clear_quarantine", vm, fleet_at, as_json, gpu)
 
 
-def _change(verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any) -> None:
+def _change_machine(verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any) -> None:
     with fleet(fleet_at) as access:
         result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
     if as_json:
@@ -433,10 +433,10 @@ def set_machine(
     if as_json:
         write_json(machine)
         return
-    say(f"{vm}: {_settings(machine)}")
+    say(f"{vm}: {_settings_line(machine)}")
 
 
-def _settings(machine: dict[str, Any]) -> str:
+def _settings_line(machine: dict[str, Any]) -> str:
     """The settings of a machine in one line. Uncommon settings are shown only if they are set."""
     from groupwise.cli.fleet.printing import engine_line
 
@@ -512,9 +512,9 @@ def set_project(
     """Set weight and quotas of a project."""
     changes: dict[str, float | None] = {} if weight is None else {"weight": weight}
     if max_gpus is not None:
-        changes["max_gpus"] = _quota("--max-gpus", max_gpus)
+        changes["max_gpus"] = _parse_quota("--max-gpus", max_gpus)
     if max_waiting is not None:
-        changes["max_waiting"] = _quota("--max-waiting", max_waiting)
+        changes["max_waiting"] = _parse_quota("--max-waiting", max_waiting)
     if not changes:
         raise UsageError("nothing to change: give --weight, --max-gpus or --max-waiting.")
     with fleet(fleet_at, make=True) as access:
@@ -526,7 +526,7 @@ def set_project(
         say(f"project {name}: {limits}")
 
 
-def _quota(option: str, value: str) -> int | None:
+def _parse_quota(option: str, value: str) -> int | None:
     if value == "none":
         return None
     if not re.fullmatch(r"[0-9]{1,18}", value):

@@ -96,7 +96,7 @@ def prepare(
         raise UsageError("--dry-run prints a lock for pip, which is not JSON: leave --json out.")
     with fleet_here(fleet_at) as fleet:
         names = list(dict.fromkeys(vms))
-        machines = fleet.database.read(lambda session: _machines(session, names))
+        machines = fleet.database.read(lambda session: _find_machines(session, names))
         plan = packages.plan(
             wheels=wheel or (),
             extra_index_urls=extra_index_url or (),
@@ -107,7 +107,7 @@ def prepare(
         if dry_run:
             # The lock goes to stdout, for pip; everything else to stderr.
             package_note = f"{plan.packed.file_name}, packed here"
-            say(f"environment {plan.name}: {package_note}, and {_contents(plan)}")
+            say(f"environment {plan.name}: {package_note}, and {_describe_plan(plan)}")
             typer.echo(plan.lock.text, nl=False)
             return
         try:
@@ -120,7 +120,7 @@ def prepare(
     raise typer.Exit(1 if any("problem" in result for result in results) else 0)
 
 
-def _machines(session: Session, names: Sequence[str]) -> list[Machine]:
+def _find_machines(session: Session, names: Sequence[str]) -> list[Machine]:
     """All of these machines. Raises an error for the first that cannot be used."""
     from groupwise.jobs.fleet.attempts import records
     from groupwise.jobs.fleet.machines.prepare import require_usable
@@ -132,7 +132,7 @@ def _machines(session: Session, names: Sequence[str]) -> list[Machine]:
     return machines
 
 
-def _contents(plan: Plan) -> str:
+def _describe_plan(plan: Plan) -> str:
     parts = [f"{len(plan.lock.lines)} releases" + (" with hashes" if plan.lock.hashed else "")]
     if plan.wheels:
         parts.append(f"{len(plan.wheels)} wheels")
@@ -150,7 +150,7 @@ def usual_plan() -> Plan:
 
 def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:
     """Prepare a machine that has just been added. The result contains a `problem` if that failed."""
-    machines = fleet.database.read(lambda session: _machines(session, [vm]))
+    machines = fleet.database.read(lambda session: _find_machines(session, [vm]))
     return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
 
 
@@ -161,7 +161,7 @@ async def _prepare_all(
     from groupwise.jobs.fleet.machines import prepare as preparing
     from groupwise.jobs.hosts.files import BlobStore
 
-    say(f"environment {plan.name}: groupwise {plan.packed.version} and {_contents(plan)}")
+    say(f"environment {plan.name}: groupwise {plan.packed.version} and {_describe_plan(plan)}")
     store = BlobStore(fleet.place.blobs)
     is_only_one = len(machines) == 1
 

@@ -81,12 +81,12 @@ def print_jobs(jobs: Sequence[Document], now: float) -> None:
     rows = [
         (
             job["job_id"],
-            _status(job),
+            _status_text(job),
             job["job_type"],
             *((job["project"],) if has_several_projects else ()),
-            _where(job),
+            _machine_text(job),
             duration(now - (stamp(job["created_at"]) or now)),
-            _took(job, now),
+            _duration_text(job, now),
             one_line(_remark(job)),
         )
         for job in jobs
@@ -115,10 +115,10 @@ def _print_with_remarks(
             suffix_length = (room - 1) // 2
             for index, row in enumerate(rows):
                 if cell_len(row[0]) > room:
-                    name = _cut(row[0], room - suffix_length) + row[0][-suffix_length:]
-                    rows[index] = _with(row, 0, name)
+                    name = _truncate(row[0], room - suffix_length) + row[0][-suffix_length:]
+                    rows[index] = _replace_cell(row, 0, name)
         longest = max(1, width - sum(_widths(head, rows)))
-    print_table([head, *((*row[:-1], _cut(row[-1], longest)) for row in rows)])
+    print_table([head, *((*row[:-1], _truncate(row[-1], longest)) for row in rows)])
 
 
 def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
@@ -135,22 +135,22 @@ def _fit_to_width(
     if sum(_widths(head, fitted)) > width:
         time_columns = [column for column, name in enumerate(head) if name in TIMES]
         for column in time_columns:
-            fitted = [_with(row, column, " ".join(row[column].split()[:2])) for row in fitted]
+            fitted = [_replace_cell(row, column, " ".join(row[column].split()[:2])) for row in fitted]
     text_columns = [column for column, name in enumerate(head) if name in WORDS]
     while sum(widths := _widths(head, fitted)) > width:
         column = max(text_columns, key=widths.__getitem__)
         room = widths[column] - 3
         if room < max(LEAST_CELL, cell_len(head[column])):
             break
-        fitted = [_with(row, column, _cut(row[column], room)) for row in fitted]
+        fitted = [_replace_cell(row, column, _truncate(row[column], room)) for row in fitted]
     return fitted
 
 
-def _with(row: tuple[str, ...], index: int, cell: str) -> tuple[str, ...]:
+def _replace_cell(row: tuple[str, ...], index: int, cell: str) -> tuple[str, ...]:
     return (*row[:index], cell, *row[index + 1 :])
 
 
-def _cut(text: str, cells: int) -> str:
+def _truncate(text: str, cells: int) -> str:
     """Cut a text to this number of terminal cells, with `…` at its end if something was cut off."""
     if cell_len(text) <= cells:
         return text
@@ -160,7 +160,7 @@ def _cut(text: str, cells: int) -> str:
     return f"{text}…"
 
 
-def _status(job: Document) -> str:
+def _status_text(job: Document) -> str:
     if job["status"] == "running" and job["cancel_requested_at"] is not None:
         return "cancelling"
     code = job["exit_code"]
@@ -168,13 +168,13 @@ def _status(job: Document) -> str:
     return f"{job['status']}{exit_text}"
 
 
-def _where(job: Document) -> str:
+def _machine_text(job: Document) -> str:
     if job["assigned_vm"] is None:
         return ""
     return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
 
 
-def _took(job: Document, now: float) -> str:
+def _duration_text(job: Document, now: float) -> str:
     """How long the job took, or has taken so far; empty if it has not started."""
     start = stamp(job["start_time"])
     return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
@@ -201,7 +201,7 @@ def print_job(job: Document, now: float) -> None:
         [
             ("job", job["job_id"]),
             ("name", job["name"]),
-            ("status", _status(job)),
+            ("status", _status_text(job)),
             ("reason", job["failure_reason"]),
             *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
             ("exit code", job["exit_code"]),
@@ -209,16 +209,16 @@ def print_job(job: Document, now: float) -> None:
             ("command", arguments and shorten(shlex.join(arguments), LONGEST_COMMAND)),
             ("project", job["project"]),
             ("priority", job["priority"] or None),
-            ("needs", ", ".join(f"{name} {_in_words(value)}" for name, value in needs.items())),
-            ("on", _where(job)),
+            ("needs", ", ".join(f"{name} {_value_text(value)}" for name, value in needs.items())),
+            ("on", _machine_text(job)),
             ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
             ("started", clock_time(stamp(job["start_time"]))),
             ("ended", clock_time(stamp(job["end_time"]))),
-            ("took", _took(job, now) if job["end_time"] else None),
+            ("took", _duration_text(job, now) if job["end_time"] else None),
             ("retries", job["retry_count"] or None),
             ("generation", job["generation"] or None),
             ("log", job["log_path"]),
-            ("checkpoints", _checkpoints(job, now)),
+            ("checkpoints", _checkpoint_text(job, now)),
         ]
     )
     for attempt in job["attempts"]:
@@ -226,7 +226,7 @@ def print_job(job: Document, now: float) -> None:
     print_section("events", [event_line(event) for event in job["events"]])
 
 
-def _checkpoints(job: Document, now: float) -> str | None:
+def _checkpoint_text(job: Document, now: float) -> str | None:
     """The checkpoint from which the next attempt would resume, and those that could not be mirrored; None if there is none."""
     # older APIs have no such field
     undamaged = [
@@ -246,7 +246,7 @@ def _checkpoints(job: Document, now: float) -> str | None:
     return "; ".join(lines) or None
 
 
-def _in_words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{k}={v}" for k, v in value.items())  # type: ignore[reportUnknownVariableType]
     if isinstance(value, list):
@@ -264,7 +264,7 @@ def _print_attempt(attempt: Document, now: float) -> None:
         f"attempt {attempt['number']} of generation {attempt['generation']}, epoch {attempt['epoch']}",
         [
             ("state", verdict),
-            *((f"rank {m['rank']}", _member(m)) for m in attempt["members"]),
+            *((f"rank {m['rank']}", _member_text(m)) for m in attempt["members"]),
             ("reserved", clock_time(attempt["created_at"])),
             ("running", clock_time(started_at)),
             ("ended", clock_time(ended_at)),
@@ -272,19 +272,19 @@ def _print_attempt(attempt: Document, now: float) -> None:
             ("from step", attempt["resumed_from_step"]),
             ("machine", "does not answer" if attempt["contact"] != "ok" and not ended_at else None),
             ("cleanup", attempt["cleanup"] if ended_at and attempt["cleanup"] != "clean" else None),
-            *_evidence(attempt["evidence"]),
+            *_evidence_pairs(attempt["evidence"]),
         ],
     )
 
 
-def _member(member: Document) -> str:
+def _member_text(member: Document) -> str:
     gpus = ", ".join(str(gpu["index"]) for gpu in member["gpus"])
     return (
         f"{member['vm_id']}{f' GPU {gpus}' if gpus else ''} ({member['state'] or 'not spoken to'})"
     )
 
 
-def _evidence(evidence: Document) -> list[tuple[str, str]]:
+def _evidence_pairs(evidence: Document) -> list[tuple[str, str]]:
     """The evidence for the outcome of an attempt: each member's exit record, and the last lines of its log."""
     pairs = [("because", str(evidence["because"]))] if evidence.get("because") else []
     members: list[Document] = evidence.get("members") or []
@@ -310,7 +310,7 @@ def _evidence(evidence: Document) -> list[tuple[str, str]]:
     return [
         *pairs,
         *(
-            (name, shorten(_in_words(value), LONGEST_COMMAND))
+            (name, shorten(_value_text(value), LONGEST_COMMAND))
             for name, value in other_evidence.items()
         ),
     ]
@@ -340,7 +340,7 @@ def event_line(event: Document) -> tuple[str, str]:
         else f"{event['kind']} → {status}"
     )
     details = ", ".join(
-        f"{k} {_in_words(v)}" for k, v in detail.items() if v not in (None, "", [], {})
+        f"{k} {_value_text(v)}" for k, v in detail.items() if v not in (None, "", [], {})
     )
     text = f"{title} by {event['actor']}"
     return clock_time(event["at"]), shorten(
@@ -368,7 +368,7 @@ def print_machines(machines: Sequence[Document]) -> None:
             (
                 vm["vm_id"],
                 vm["state"],
-                _address(vm),
+                _address_text(vm),
                 free_resources,
                 ", ".join(sorted(models)),
                 str(vm["facts"].get("cpus") or ""),
@@ -397,7 +397,7 @@ def engine_line(vm: Document) -> str | None:
     return f"{engine.get('name')}: {', '.join(parts)}"
 
 
-def _address(vm: Document) -> str:
+def _address_text(vm: Document) -> str:
     if vm["transport"] == "local":
         return "this machine"
     port = "" if vm["port"] == 22 else f":{vm['port']}"
@@ -437,7 +437,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("problem", vm["problem"]),
             ("cordoned", vm["cordoned"]),
             ("silent for", duration(now - unreachable) if unreachable else None),
-            ("address", _address(vm)),
+            ("address", _address_text(vm)),
             ("through", vm["jump"] and vm["jump"].get("host")),
             ("SSH key", vm["ssh_key_path"]),
             ("host key", vm["fingerprint"]),
@@ -445,19 +445,19 @@ def print_machine(vm: Document, now: float) -> None:
             ("work folder", vm["workdir"]),
             ("python", vm["python"]),
             ("engine", engine_line(vm)),
-            ("labels", _in_words(vm["labels"])),
+            ("labels", _value_text(vm["labels"])),
             ("CPU slots", vm["cpu_slots"]),
             ("jobs of", ", ".join(vm["projects"] or ())),
             ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
             ("probe", " ".join(vm["probe"] or ())),
             ("last polled", clock_time(stamp(vm["last_polled"]))),
             *(
-                (f"  {name}", _in_words(value))
+                (f"  {name}", _value_text(value))
                 for name, value in sorted(facts.items())
                 if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
-            ("quarantined", ", ".join(_stray(stray) for stray in facts.get("quarantined") or ())),
+            ("quarantined", ", ".join(_stray_text(stray) for stray in facts.get("quarantined") or ())),
         ]
     )
     if vm["gpus"]:
@@ -467,7 +467,7 @@ def print_machine(vm: Document, now: float) -> None:
     print_section("events", [event_line(event) for event in vm.get("events", ())])
 
 
-def _stray(stray: Document) -> str:
+def _stray_text(stray: Document) -> str:
     """A process or attempt on the machine that the fleet does not know."""
     since = f" since {clock_time(stray['since'])}" if stray.get("since") else ""
     pid = f" (pid {stray['pid']})" if stray.get("pid") else ""
@@ -549,8 +549,8 @@ def print_projects(projects: Sequence[Document]) -> None:
                     str(project["waiting"]),
                     str(project["running"]),
                     str(project["gpus_in_use"]),
-                    _limit(project["max_gpus"]),
-                    _limit(project["max_waiting"]),
+                    _limit_text(project["max_gpus"]),
+                    _limit_text(project["max_waiting"]),
                 )
                 for project in projects
             ),
@@ -558,5 +558,5 @@ def print_projects(projects: Sequence[Document]) -> None:
     )
 
 
-def _limit(value: int | None) -> str:
+def _limit_text(value: int | None) -> str:
     return "-" if value is None else str(value)

@@ -144,7 +144,7 @@ class SshOptions:
         if self.alias is None:
             _expect_no_jump(trust)
             key = None if self.key is None else private_key(self.key)
-            return self._changes(key)
+            return self._changed_fields(key)
         address = self._of_alias(self.alias, trust)
         return {**address.as_fields(), "jump": address.jump or {}}
 
@@ -153,9 +153,9 @@ class SshOptions:
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
         _expect_no_jump(trust)
-        return self._changes(self.key)
+        return self._changed_fields(self.key)
 
-    def _changes(self, key: str | None) -> dict[str, Any]:
+    def _changed_fields(self, key: str | None) -> dict[str, Any]:
         return {
             "ip_address": self.host,
             "port": self.port,
@@ -174,7 +174,7 @@ class SshOptions:
         alias = resolve_alias(name)
         if alias.jump is None and trust.of_jump is not None:
             raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
-        jump = None if alias.jump is None else _jump(alias.jump, trust)
+        jump = None if alias.jump is None else _jump_host(alias.jump, trust)
         return Address(
             alias.host,
             self.port or alias.port,
@@ -191,11 +191,11 @@ def _expect_no_jump(trust: Trust) -> None:
         )
 
 
-def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
+def _jump_host(alias: Alias, trust: Trust) -> dict[str, Any]:
     """The jump host as a document. Its key must be trusted now, because machines are reached through it. Raises UsageError."""
     host_key = _read_key(alias.host, alias.port)
     say(f"the jump host {alias.host} shows the host key {host_key.fingerprint} ({host_key.type})")
-    _expect("--trust-jump", trust.of_jump, alias.host, host_key)
+    _expect_key("--trust-jump", trust.of_jump, alias.host, host_key)
     if not trust.covers(trust.of_jump, "Is that the jump host's own key?"):
         raise UsageError(
             f"the jump host {alias.host} is not trusted, so that nothing is reached through it. Compare its fingerprint with what it says "
@@ -232,13 +232,13 @@ def host_key_of(where: Address, trust: Trust) -> SeenKey:
     """The key that the machine shows now, and whether it is trusted. Raises UsageError if it differs from --trust."""
     host_key = _read_key(where.host, where.port, where.jump)
     say(f"{where.host} shows the host key {host_key.fingerprint} ({host_key.type})")
-    _expect("--trust", trust.fingerprint, where.host, host_key)
+    _expect_key("--trust", trust.fingerprint, where.host, host_key)
     if trust.covers(trust.fingerprint, "Is that the machine's own key?"):
         return SeenKey(str(host_key), None)
     return SeenKey(None, str(host_key))
 
 
-def _expect(option: str, fingerprint: str | None, host: str, host_key: HostKey) -> None:
+def _expect_key(option: str, fingerprint: str | None, host: str, host_key: HostKey) -> None:
     if fingerprint is not None and fingerprint != host_key.fingerprint:
         raise UsageError(
             f"{host} shows the host key {host_key.fingerprint}, not {fingerprint} of {option}. Either the fingerprint is of another key of "

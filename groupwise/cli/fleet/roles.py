@@ -98,7 +98,7 @@ def up(
     This machine is its first one; `vm add` adds others. Ctrl-C ends it; jobs that run go on, and the next `up` continues them.
     """
     options = {"database": database, "nats_url": nats_url, "poll_seconds": poll_seconds}
-    _run(fleet_at, None, listen.address(), **options)
+    _run_roles(fleet_at, None, listen.address(), **options)
 
 
 def poller(
@@ -108,7 +108,7 @@ def poller(
     concurrency: ConcurrencyOption = None,
 ) -> None:
     """Watch all machines and their GPUs."""
-    _run(fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
+    _run_roles(fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
 
 
 def dispatcher(
@@ -121,14 +121,14 @@ def dispatcher(
 
     With PostgreSQL there may be several at once.
     """
-    _run(fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
+    _run_roles(fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
 
 
 def requeue(
     fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
     """Compare all attempts with their machines once a minute, and repair."""
-    _run(fleet_at, "requeue", database=database, nats_url=nats_url)
+    _run_roles(fleet_at, "requeue", database=database, nats_url=nats_url)
 
 
 def tracker(
@@ -138,7 +138,7 @@ def tracker(
 
     It also forwards lines of logs if the setting `ship_logs` says so.
     """
-    _run(fleet_at, "tracker", database=database, nats_url=nats_url)
+    _run_roles(fleet_at, "tracker", database=database, nats_url=nats_url)
 
 
 def api(
@@ -152,10 +152,10 @@ def api(
 
     It needs the database and the fleet's folder; there may be several at once. `up --port` includes it.
     """
-    _run(fleet_at, "api", listen.address(8010), database=database, nats_url=nats_url)
+    _run_roles(fleet_at, "api", listen.address(8010), database=database, nats_url=nats_url)
 
 
-def _run(
+def _run_roles(
     fleet_at: str | None, role: str | None, address: Address | None = None, **options: Any
 ) -> None:
     settings = {name: value for name, value in options.items() if value is not None}

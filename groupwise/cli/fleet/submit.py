@@ -36,7 +36,7 @@ def _retry_policy(text: str) -> dict[str, Any]:
     raise UsageError(f"--retries {text}: a whole number is expected, 0 to 100, or none.")
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _set_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are set."""
     return {
         key: value
@@ -159,7 +159,7 @@ class KindOptions:
         """The columns of the job. Raises UsageError if there is both a command and a kind, or neither although one is `required`."""
         from groupwise.jobs.launch.train_grpo import KEYS
 
-        options = _given(asdict(self))
+        options = _set_values(asdict(self))
         training = [
             name.replace("_", "-") for name in options if name not in ("kind", "output_dir")
         ]
@@ -458,18 +458,18 @@ def submit(
         raise UsageError(
             f"--wait and {'--hold' if job.hold else '--dry-run'} contradict each other."
         )
-    base = _given(request)
+    base = _set_values(request)
     with fleet(fleet_at, make=not dry_run) as access:
-        jobs = {"": base} if array is None else _array(array, base)
+        jobs = {"": base} if array is None else _read_array(array, base)
         expect_few(len(jobs))
         take_along(access, jobs, file or (), dry_run)
         if dry_run:
             _print_plans(access, jobs, project, as_json)
         else:
-            _submit(access, jobs, project, idempotency_key, wait, as_json)
+            _submit_jobs(access, jobs, project, idempotency_key, wait, as_json)
 
 
-def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The job of each line of a file, by its place (`--array FILE:LINE`); the line overrides the options."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -505,7 +505,7 @@ def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return jobs
 
 
-def _submit(
+def _submit_jobs(
     access: FleetClient,
     jobs: Mapping[str, dict[str, Any]],
     project: str | None,

@@ -24,14 +24,14 @@ def take_along(
     """Give each job the manifest of its files: those of `--file` (`words`), and its own dataset and reward function."""
     of_all: dict[str, Path] = {}
     for file_option in words:
-        _add(of_all, *_parse_file_option(file_option))
+        _add_files(of_all, *_parse_file_option(file_option))
     own_files: dict[str, dict[str, Path]] = {}
     for location, document in documents.items():
         try:
             own_files[location] = _own_files(document, of_all)
         except UsageError as error:
             raise UsageError(at(location, error.message)) from error
-    _check(documents)  # before anything is sent
+    _check_documents(documents)  # before anything is sent
     entries = _store_files(access, (of_all, *own_files.values()), dry_run)
     shared = {name: entries[path] for name, path in of_all.items()}
     for location, document in documents.items():
@@ -69,13 +69,13 @@ def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str
     if isinstance(dataset, str):  # anything else is refused later
         path = Path(dataset).expanduser()
         if path.is_file():
-            _add(files, path, path.name, of_all)
+            _add_files(files, path, path.name, of_all)
             document["dataset"] = f"file:{path.name}"
         elif dataset.startswith(("./", "../", "~")):
             raise UsageError(f"dataset {dataset}: there is no such file here.")
     rewards = document.get("reward_function")
     if isinstance(rewards, str):
-        names = (_reward(files, name.strip(), of_all) for name in rewards.split(","))
+        names = (_add_reward_file(files, name.strip(), of_all) for name in rewards.split(","))
         document["reward_function"] = ",".join(names)
     return files
 
@@ -98,8 +98,8 @@ def _store_files(
         }
     if not paths:
         return {}
-    with progress() as tell:
-        uploaded = access.upload(paths, tell=tell)
+    with progress() as on_progress:
+        uploaded = access.upload(paths, on_progress=on_progress)
     return {path: uploaded[name] for name, path in paths.items()}
 
 
@@ -122,7 +122,7 @@ def _parse_file_option(option_value: str) -> tuple[Path, str]:
     return path, target
 
 
-def _add(
+def _add_files(
     files: dict[str, Path],
     local: Path,
     remote: str,
@@ -141,17 +141,17 @@ def _add(
         files[name] = path
 
 
-def _reward(files: dict[str, Path], reward: str, of_all: Mapping[str, Path]) -> str:
+def _add_reward_file(files: dict[str, Path], reward: str, of_all: Mapping[str, Path]) -> str:
     """Add the file of `rewards.py:score` and return its new name; any other word is returned unchanged."""
     name, colon, attribute = reward.partition(":")
     path = Path(name).expanduser()
     if path.suffix != ".py" or not path.is_file():
         return reward
-    _add(files, path, path.name, of_all)
+    _add_files(files, path, path.name, of_all)
     return f"{path.name}{colon}{attribute}"
 
 
-def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_documents(documents: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UsageError for documents that are not valid requests, in the same way for every fleet."""
     from groupwise.jobs.fleet.queue.request import from_document
 

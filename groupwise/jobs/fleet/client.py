@@ -44,7 +44,13 @@ from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
 from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
+from groupwise.jobs.fleet.download import (
+    DownloadRequest,
+    OnProgress,
+    ProgressCounter,
+    fetch,
+    no_progress,
+)
 from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
 from groupwise.jobs.fleet.text_validation import require_passable
 from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
@@ -100,14 +106,14 @@ class FleetClient:
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
         patience: float = ASK_ON,
-        tell: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
         `patience`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A file
-        that another client is uploading too may make no progress for that long. `tell` is called when the fleet stops answering, when it
+        that another client is uploading too may make no progress for that long. `warn` is called when the fleet stops answering, when it
         answers again, and when an answer is late; without it these messages are logged as warnings.
         """
         key = os.environ.get(VARIABLE) if key is None else key
@@ -115,8 +121,8 @@ class FleetClient:
         self._has_key = bool(key)
         self.url = url.rstrip("/")
         self._sleep, self._clock = sleep, clock
-        self._tell = log.warning if tell is None else tell
-        self.patience = Patience(patience, tell=self._tell, sleep=sleep, clock=clock)
+        self._warn = log.warning if warn is None else warn
+        self.patience = Patience(patience, tell=self._warn, sleep=sleep, clock=clock)
         self._timeout = timeout
         self._is_slow = False
         """True if the last answer was late: the next request gets its full time at once."""
@@ -195,27 +201,27 @@ class FleetClient:
 
     def show(self, job_id: str) -> Document:
         """Returns everything about one job."""
-        return self._request_json("GET", f"/jobs/{_part(job_id)}")
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}")
 
     def progress(self, job_id: str) -> Document:
         """Returns its status, exit code, reason, and the epochs of its attempts: a small document, for frequent polling."""
-        return self._request_json("GET", f"/jobs/{_part(job_id)}/progress")
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}/progress")
 
     def cancel(self, job_id: str, reason: str | None = None) -> Document:
         """Ask for the job to end; its status is `cancelled` once none of its processes is left."""
-        return self._request_json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/cancel", body={"reason": reason})
 
     def hold(self, job_id: str) -> Document:
         """Keep a waiting job from starting until it is released."""
-        return self._request_json("POST", f"/jobs/{_part(job_id)}/hold")
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/hold")
 
     def release(self, job_id: str) -> Document:
         """Allow a held job to start."""
-        return self._request_json("POST", f"/jobs/{_part(job_id)}/release")
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/release")
 
     def retry(self, job_id: str) -> Document:
         """Start a failed or cancelled job again. Sent once: if no answer came, look at the job first."""
-        return self._request_json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/retry", tries=1)
 
     def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
         """`cancel` for many: the document of each job, or `job_id` and `error` (`code`, `message`) if it was refused."""
@@ -283,7 +289,7 @@ class FleetClient:
         `wait`: seconds to wait for more if there is none yet, at most 30.
         """
         query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
-        response = self._request("GET", f"/jobs/{_part(job_id)}/log", query=query)
+        response = self._request("GET", f"/jobs/{_path_segment(job_id)}/log", query=query)
         has_epoch = EPOCH_HEADER in response.headers
         return LogPart(
             data=response.content,
@@ -312,27 +318,27 @@ class FleetClient:
         self,
         files: Sequence[str | Path] | Mapping[str, str | Path],
         *,
-        tell: Tell = tell_nobody,
+        on_progress: OnProgress = no_progress,
     ) -> dict[str, list[Any]]:
         """Send files and folders of this machine. Returns the manifest to submit with a job. Files that the fleet already has are not sent.
 
         A file that grows meanwhile is sent at the size that it had when it was hashed; one that becomes shorter is a UsageError.
-        `tell` receives the progress, first of hashing the files, then of sending those that are missing.
+        `on_progress` receives the progress, first of hashing the files, then of sending those that are missing.
         """
         local_files = named_files(files)
-        entries = _entries(local_files, tell)
+        entries = _hash_files(local_files, on_progress)
         names = {entry.sha256: name for name, entry in entries.items()}
         hashes = sorted(names)
         missing: list[str] = []
         for start in range(0, len(hashes), MOST_HASHES):
             body = {"sha256": hashes[start : start + MOST_HASHES]}
             missing += self._request_patiently("POST", "/blobs/missing", body=body)["missing"]
-        progress = Sum(tell, sum(entries[names[sha256]].size for sha256 in missing))
+        progress = ProgressCounter(on_progress, sum(entries[names[sha256]].size for sha256 in missing))
         for name in (names[sha256] for sha256 in missing):
-            self._send(entries[name], local_files[name], partial(progress.more, f"sending {name}"))
+            self._send_file(entries[name], local_files[name], partial(progress.add, f"sending {name}"))
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
-    def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
+    def _send_file(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
         """Send one file. While other clients send the same file and it grows, wait for them."""
         sha256, size = entry.sha256, entry.size
         offset, last_change = self._bytes_received(sha256, size), self._clock()
@@ -389,11 +395,11 @@ class FleetClient:
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """An attempt's artefacts: `files`, by path, with sha256, mode and bytes. Without `epoch`: of the newest attempt that left any."""
         query = {"epoch": epoch, "rank": rank}
-        return self._request_json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}/artefacts", query=query)
 
     def checkpoints(self, job_id: str) -> list[Document]:
         """Its mirrored checkpoints, the newest first; their `files` have the form of those in `artefacts`."""
-        return self._request_json("GET", f"/jobs/{_part(job_id)}/checkpoints")
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}/checkpoints")
 
     def fetch(
         self,
@@ -405,22 +411,22 @@ class FleetClient:
         epoch: int | None = None,
         rank: int = 0,
         force: bool = False,
-        tell: Tell = tell_nobody,
+        on_progress: OnProgress = no_progress,
     ) -> Document:
         """Download its outputs into a local folder. Each file appears only when complete and its hash verified. See `download.fetch`."""
         request = DownloadRequest(paths, checkpoints, epoch, rank)
-        return fetch(self, job_id, Path(folder), request, force=force, tell=tell)
+        return fetch(self, job_id, Path(folder), request, force=force, on_progress=on_progress)
 
     def artefact_pieces(
         self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
     ) -> Generator[bytes]:
         """The bytes of an artefact from an offset on."""
-        address = f"/jobs/{_part(job_id)}/artefacts/{quote(path)}"
+        address = f"/jobs/{_path_segment(job_id)}/artefacts/{quote(path)}"
         return self._stream_file(address, {"epoch": epoch, "rank": rank}, offset)
 
     def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Generator[bytes]:
         """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
-        return self._stream_file(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
+        return self._stream_file(f"/jobs/{_path_segment(job_id)}/checkpoints/{_path_segment(sha256)}", {}, offset)
 
     def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
@@ -436,7 +442,7 @@ class FleetClient:
                 ) as response:
                     if not response.is_success:
                         response.read()
-                        raise self._refusal(response)
+                        raise self._refusal_with_hint(response)
                     skip = offset if response.status_code == 200 else 0  # a proxy may ignore ranges
                     for data in response.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
@@ -468,7 +474,7 @@ class FleetClient:
 
     def machine(self, vm_id: str) -> Document:
         """Returns one machine."""
-        return self._request_json("GET", f"/vms/{_part(vm_id)}")
+        return self._request_json("GET", f"/vms/{_path_segment(vm_id)}")
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Add a machine: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
@@ -477,39 +483,39 @@ class FleetClient:
     def change_machine(self, vm_id: str, **changes: Any) -> Document:
         """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None
         removes one), deadman (0: never), probe, idle_memory_mb, engine (only these options of its scheduler); None: unchanged."""
-        return self._request_json("PUT", f"/vms/{_part(vm_id)}", body=changes)
+        return self._request_json("PUT", f"/vms/{_path_segment(vm_id)}", body=changes)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; running jobs continue."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/drain")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/drain")
 
     def undrain(self, vm_id: str) -> Document:
         """Place work there again."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/undrain")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/undrain")
 
     def cordon(self, vm_id: str, reason: str) -> Document:
         """Place nothing new there, and record the reason."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/cordon", body={"reason": reason})
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/cordon", body={"reason": reason})
 
     def uncordon(self, vm_id: str) -> Document:
         """Place work there again; its count of failed launches is reset."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/uncordon")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/uncordon")
 
     def lost(self, vm_id: str) -> Document:
         """Declare that the machine will not come back: its attempts end, and its jobs run on other machines."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/lost")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/lost")
 
     def remove(self, vm_id: str) -> Document:
         """Remove it from the fleet."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/remove")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/remove")
 
     def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
         """Pin the host key that it showed last. If a fingerprint is given, the key must have it."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/trust", body={"fingerprint": fingerprint})
 
     def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
         """Allow jobs on a quarantined GPU again; `gpu` is its index or UUID."""
-        return self._request_json("POST", f"/vms/{_part(vm_id)}/gpus/{_part(gpu)}/clear")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/gpus/{_path_segment(gpu)}/clear")
 
     def projects(self) -> list[Document]:
         """List the projects that the key may see."""
@@ -517,7 +523,7 @@ class FleetClient:
 
     def change_project(self, name: str, **changes: float | None) -> Document:
         """Set weight, max_gpus, max_waiting; None removes a quota."""
-        return self._request_json("PUT", f"/projects/{_part(name)}", body=changes)
+        return self._request_json("PUT", f"/projects/{_path_segment(name)}", body=changes)
 
     def keys(self) -> list[Document]:
         """List all keys, without their secret texts."""
@@ -542,7 +548,7 @@ class FleetClient:
 
     def revoke_key(self, key_id: str) -> Document:
         """Revoke a key: it is refused from the next request on."""
-        return self._request_json("POST", f"/keys/{_part(key_id)}/revoke")
+        return self._request_json("POST", f"/keys/{_path_segment(key_id)}/revoke")
 
     def status(self) -> Document:
         """Jobs by status, machines, the control plane, alarms."""
@@ -620,7 +626,7 @@ class FleetClient:
 
     def _note_slow_answer(self, method: str, path: str) -> None:
         self._is_slow = True
-        self._tell(f"{self.url} does not answer {method} {path} so far, and is asked again")
+        self._warn(f"{self.url} does not answer {method} {path} so far, and is asked again")
 
     def _request_once(
         self,
@@ -643,11 +649,11 @@ class FleetClient:
             raise self._unreachable_error(method, path, error) from error
         self._is_slow = self._is_slow and self._clock() - started_at > PROMPT + wait
         if not response.is_success:
-            raise self._refusal(response)
+            raise self._refusal_with_hint(response)
         return response
 
     def _unreachable_error(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
-        if (untrusted := _not_trusted(error)) is not None:
+        if (untrusted := _certificate_error(error)) is not None:
             return FleetAway(
                 f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "
                 "has signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that "
@@ -661,9 +667,9 @@ class FleetClient:
             silent=isinstance(error, httpx2.TimeoutException),
         )
 
-    def _refusal(self, response: httpx2.Response) -> Refusal | FleetAway:
+    def _refusal_with_hint(self, response: httpx2.Response) -> Refusal | FleetAway:
         """The server's refusal, with a hint about the client's key if it is `unauthorised`."""
-        refusal = _refusal(response)
+        refusal = _parse_refusal(response)
         if isinstance(refusal, FleetAway) or refusal.code != "unauthorised":
             return refusal
         if self._has_key:
@@ -710,9 +716,9 @@ def own_name(path: str | Path) -> str:
     return Path(os.path.abspath(path)).name
 
 
-def _entries(files: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
+def _hash_files(files: Mapping[str, Path], on_progress: OnProgress) -> dict[str, FileEntry]:
     """Hash each file up to its size when opened: a file that is still being written to may have no end."""
-    progress = Sum(tell, sum(path.stat().st_size for path in files.values()))
+    progress = ProgressCounter(on_progress, sum(path.stat().st_size for path in files.values()))
     entries: dict[str, FileEntry] = {}
     for name, path in files.items():
         digest, size = hashlib.sha256(), 0
@@ -721,19 +727,19 @@ def _entries(files: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
             while piece := file.read(min(PIECE, status.st_size - size)):
                 digest.update(piece)
                 size += len(piece)
-                progress.more(f"looking at {name}", len(piece))
+                progress.add(f"looking at {name}", len(piece))
         entries[name] = FileEntry(digest.hexdigest(), status.st_mode & 0o777, size)
     return entries
 
 
-def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
     """The certificate error that caused a failed request; None: it had another cause."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def _part(name: str) -> str:
+def _path_segment(name: str) -> str:
     """Quote a name as one part of a URL path. Raises UsageError for one that would change the path."""
     if name in ("", ".", "..") or "/" in name:
         raise UsageError(
@@ -743,7 +749,7 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-def _refusal(response: httpx2.Response) -> Refusal | FleetAway:
+def _parse_refusal(response: httpx2.Response) -> Refusal | FleetAway:
     """The server's refusal; an answer that does not come from a fleet is reported as such."""
     try:
         problem = Problem.model_validate(response.json())

@@ -37,10 +37,10 @@ from typing import Any, Protocol
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.controller import (
+    AttemptController,
     CheckpointMirror,
     Collector,
     ControllerDependencies,
-    AttemptController,
     LogMirror,
     Pauses,
 )
@@ -204,7 +204,7 @@ class GlobalJobDispatcher:
                 for arguments in (
                     ("renewing", self.renew, rhythm.renew),
                     ("adopting", self.adopt, rhythm.adopt),
-                    ("wishes", self.hear_wishes, rhythm.sweep),
+                    ("wishes", self.read_requests, rhythm.sweep),
                     ("reconciling", self.reconcile, rhythm.reconcile),
                     ("clearing", self._clear_periodically, 0.0),
                     ("claiming", self._claim_when_notified, 0.0),
@@ -322,7 +322,7 @@ class GlobalJobDispatcher:
                 "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE, self._parts.secrets)
             )
 
-    async def hear_wishes(self) -> None:
+    async def read_requests(self) -> None:
         """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted or answer again."""
         requests, observations = await self._gateway.look(
             lambda s: (
@@ -475,7 +475,7 @@ class GlobalJobDispatcher:
             match stray(state.epoch, reading, known.get(state.job), survivors):
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
-                    await _end(runner, state)
+                    await _stop_attempt(runner, state)
                 case Stray.QUARANTINE if not is_doctors(state.job, state.epoch):
                     vm_id, job, epoch = machine.vm_id, state.job, state.epoch
                     write = partial(
@@ -526,7 +526,7 @@ class GlobalJobDispatcher:
             log.info("%s was declared lost and is back; nothing is left there", vm_id)
 
 
-async def _end(runner: Runner, state: MemberState) -> None:
+async def _stop_attempt(runner: Runner, state: MemberState) -> None:
     """Kill it if it lives; void it first if it may still start."""
     if state.may_begin:
         state = await runner.void(state.job, state.epoch)

@@ -116,21 +116,21 @@ def examine(
         add(Finding("database", "problem", problem, remedy=remedy))
     else:
         with closing(connect(place.database_url)) as database:
-            if _database(database, add):
-                _nats(place, database, add)
+            if _check_database(database, add):
+                _check_nats(place, database, add)
                 if only is None:
-                    add(_own_disk(place))
-                    _roles(database, add)
-                    _keys(database, add)
-                _machines(database, only, add)
-                _alarms(place, database, add)
+                    add(_check_own_disk(place))
+                    _check_roles(database, add)
+                    _check_keys(database, add)
+                _check_machines(database, only, add)
+                _report_alarms(place, database, add)
     return Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
 
 
 # --- database -------------------------------------------------------------------------------------
 
 
-def _database(database: Database, add: OnFinding) -> bool:
+def _check_database(database: Database, add: OnFinding) -> bool:
     """Check the database. Returns True if the other checks can continue."""
     try:
         current = database.at_rest(schema.is_current)
@@ -165,7 +165,7 @@ def _database(database: Database, add: OnFinding) -> bool:
     return True
 
 
-def _own_disk(place: FleetPlace) -> Finding:
+def _check_own_disk(place: FleetPlace) -> Finding:
     """Check the disk that receives logs, checkpoints and artefacts of all jobs."""
     free_bytes = shutil.disk_usage(place.folder).free
     free_mb = free_bytes // 1_000_000
@@ -180,7 +180,7 @@ def _own_disk(place: FleetPlace) -> Finding:
     )
 
 
-def _keys(database: Database, add: OnFinding) -> None:
+def _check_keys(database: Database, add: OnFinding) -> None:
     """Check that keys bound to projects cannot reach beyond them."""
 
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
@@ -206,8 +206,8 @@ def _keys(database: Database, add: OnFinding) -> None:
 # --- NATS -----------------------------------------------------------------------------------------
 
 
-def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
-    addresses = _nats_in_use(place, database)
+def _check_nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
+    addresses = _nats_addresses(place, database)
     if not addresses:
         add(Finding("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
     for visible_url, url in addresses.items():
@@ -221,11 +221,11 @@ def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
                 )
             )
             if url is None
-            else _nats_at(visible_url, url)
+            else _check_nats_server(visible_url, url)
         )
 
 
-def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
+def _nats_addresses(place: FleetPlace, database: Database) -> dict[str, str | None]:
     """The address as users see it → the whole address, or None if it is unknown here. A running fleet may have been started with options;
     if none runs, the settings apply."""
     own_url = place.nats_url
@@ -242,7 +242,7 @@ def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]
     return {visible_url: known_urls.get(visible_url, url) for visible_url, url in used.items()}
 
 
-def _nats_at(visible_url: str, url: str) -> Finding:
+def _check_nats_server(visible_url: str, url: str) -> Finding:
     try:
         version = asyncio.run(_nats_version(url))
     except Exception as error:  # noqa: BLE001 — any error of the library means that it is not reachable
@@ -290,7 +290,7 @@ async def _nats_version(url: str) -> str:
 # --- roles ----------------------------------------------------------------------------------------
 
 
-def _roles(database: Database, add: OnFinding) -> None:
+def _check_roles(database: Database, add: OnFinding) -> None:
     processes = database.read(status.processes)
     missing = database.read(status.missing_roles)
     for process in processes:
@@ -341,7 +341,7 @@ def _roles(database: Database, add: OnFinding) -> None:
             )
 
 
-def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
+def _report_alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
     covered = {"role_missing", "untrusted", "unreachable", "degraded"}
     actor = Actor("doctor")
     for alarm in database.read(lambda s: list(status.alarms(s, actor, place.growing))):
@@ -352,7 +352,7 @@ def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
 # --- machines -------------------------------------------------------------------------------------
 
 
-def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) -> None:
+def _check_machines(database: Database, only: Sequence[str] | None, add: OnFinding) -> None:
     """Check several machines at once. The findings of each are reported together, in the order of the machines' names."""
 
     def known(session: Session) -> tuple[Sequence[Machine], Counter[str]]:
@@ -370,7 +370,7 @@ def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) ->
 
     async def examine_one(machine: Machine) -> list[Finding]:
         async with slots:
-            return await _look_at(machine, gpus[machine.vm_id])
+            return await _check_machine(machine, gpus[machine.vm_id])
 
     async def examine_all() -> None:
         chosen_machines = [
@@ -383,7 +383,7 @@ def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) ->
     asyncio.run(examine_all())
 
 
-async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
+async def _check_machine(machine: Machine, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
     if machine.lost:
         return [Finding(name, "skipped", "it was declared lost; it is taken back when it answers")]
@@ -402,8 +402,8 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
         runner = Runner(host, root=machine.workdir, python=machine.python)
         door = door_of(machine, host)
         if machine.engine is not None:
-            return await _of_elastic(machine.vm_id, runner, machine.engine, door)
-        return await _of_machine(machine, runner, known_gpus)
+            return await _check_elastic(machine.vm_id, runner, machine.engine, door)
+        return await _check_plain_machine(machine, runner, known_gpus)
     except HostKeyError as error:
         return [
             Finding(
@@ -427,12 +427,12 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
         await host.close()
 
 
-async def _of_elastic(
+async def _check_elastic(
     name: str, runner: Runner, engine: Elastic, door: Door | None
 ) -> list[Finding]:
     """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
     environment of jobs, but not where they run."""
-    _, findings = await _answers(name, runner)
+    _, findings = await _check_answer(name, runner)
     subject = f"{name} {engine.title}"
     if door is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
@@ -446,10 +446,10 @@ async def _of_elastic(
     findings.append(
         Finding(subject, "ok", f"{engine.said.slots} places for jobs; it would: {dry_run}")
     )
-    return [*findings, *await _tiny_command(name, runner, 0)]
+    return [*findings, *await _run_tiny_command(name, runner, 0)]
 
 
-async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
+async def _check_answer(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
     """The first checks, which every machine gets."""
     started_at = time.monotonic()
     hello = await runner.hello()
@@ -464,12 +464,12 @@ async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
         "the runner needs 3.8 or newer",
         "install a newer python3 there",
     )
-    return hello, [finding, python, _disk(name, hello)]
+    return hello, [finding, python, _check_disk(name, hello)]
 
 
-async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
+async def _check_plain_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
-    hello, findings = await _answers(name, runner)
+    hello, findings = await _check_answer(name, runner)
     if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
         findings.append(
             Finding(
@@ -481,13 +481,13 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
             )
         )
     observed = await runner.observe(probe=machine.probe)
-    findings.append(_gpus(name, observed, known_gpus))
+    findings.append(_check_gpus(name, observed, known_gpus))
     healthy_gpus = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
-    findings += await _tiny_command(name, runner, healthy_gpus if known_gpus else 0)
+    findings += await _run_tiny_command(name, runner, healthy_gpus if known_gpus else 0)
     return findings
 
 
-def _disk(name: str, hello: Hello) -> Finding:
+def _check_disk(name: str, hello: Hello) -> Finding:
     free = hello.disk_free_mb
     if free is None:
         return Finding(f"{name} disk", "skipped", "its free space is unknown")
@@ -501,7 +501,7 @@ def _disk(name: str, hello: Hello) -> Finding:
     )
 
 
-def _gpus(name: str, observed: Observation, known: int) -> Finding:
+def _check_gpus(name: str, observed: Observation, known: int) -> Finding:
     subject = f"{name} GPUs"
     probe = observed.probe
     if probe.status == ProbeStatus.ABSENT:
@@ -534,7 +534,7 @@ def _gpus(name: str, observed: Observation, known: int) -> Finding:
     return Finding(subject, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
 
 
-async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
+async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
     """Run the tiny command from launch to exit, as a job would be run; its folder is removed. `gpus`: how many torch should see."""
     job = f"doctor-{secrets.token_hex(5)}"
     spec = JobSpec(
@@ -553,13 +553,13 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
                 state = new_state
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
-        await _forget(runner, job)
-    return _findings_of_machine(
+        await _forget_job(runner, job)
+    return _tiny_command_findings(
         name, runner.python, state, text, time.monotonic() - started_at, gpus
     )
 
 
-async def _forget(runner: Runner, job: str) -> None:
+async def _forget_job(runner: Runner, job: str) -> None:
     try:
         await runner.kill(job, 1, grace=0.0)
         await runner.forget(job, 1)
@@ -567,7 +567,7 @@ async def _forget(runner: Runner, job: str) -> None:
         pass  # the finding reports that the machine does not answer; a folder of some kilobytes stays there
 
 
-def _findings_of_machine(
+def _tiny_command_findings(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
 ) -> list[Finding]:
     """Findings from the tiny command's end and its last line."""
@@ -596,19 +596,19 @@ def _findings_of_machine(
                 f"{prepare} makes an environment; `groupwise fleet vm set {name} --python PATH` names one that is there",
             )
         ]
-    output = _last_line(text)
+    output = _parse_last_line(text)
     findings = [
         Finding(
             subject, "ok", f"a tiny job ran in {took:.1f} s with Python {output.get('python', '?')}"
         )
     ]
-    findings.append(_environment(name, python, output))
+    findings.append(_check_environment(name, python, output))
     if "groupwise" in output:
-        findings.append(_torch(name, output, gpus))
+        findings.append(_check_torch(name, output, gpus))
     return findings
 
 
-def _last_line(text: str) -> dict[str, Any]:
+def _parse_last_line(text: str) -> dict[str, Any]:
     """Parse the command's result; start-up files of the interpreter may have printed something before it."""
     try:
         return dict(json.loads(text.splitlines()[-1]))
@@ -616,7 +616,7 @@ def _last_line(text: str) -> dict[str, Any]:
         return {}
 
 
-def _environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
+def _check_environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
     """Check that its groupwise is the one installed here."""
     subject, there_version, own_version = (
         f"{name} environment",
@@ -668,7 +668,7 @@ def _packed_here() -> str | None:
         return None
 
 
-def _torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
+def _check_torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
     """Check that torch is installed, and sees the GPUs."""
     subject, torch = f"{name} torch", report.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"

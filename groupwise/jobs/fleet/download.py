@@ -31,7 +31,7 @@ from groupwise.jobs.hosts.files import PIECE, hash_of
 from groupwise.jobs.hosts.spec import SHA256, FileEntry, file_entry, path_problems
 
 Document = dict[str, Any]
-Tell = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 """Called with the bytes received so far, the total, and the path of the current file or another activity."""
 MAX_PATHS_LISTED = 5
 """Maximum paths in a message."""
@@ -43,22 +43,22 @@ OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
 """Errors of a disk that would accept the file under another name."""
 
 
-class Sum:
-    """Counts bytes received or sent, and reports the sum to a `Tell`."""
+class ProgressCounter:
+    """Counts bytes received or sent, and reports the sum to a `OnProgress`."""
 
-    def __init__(self, tell: Tell, of: int) -> None:
-        self._tell, self._of = tell, of
-        self._here = 0
+    def __init__(self, on_progress: OnProgress, total: int) -> None:
+        self._on_progress, self._total = on_progress, total
+        self._done = 0
 
-    def more(self, what: str, count: int) -> None:
-        """Add `count` bytes of `what`, and report the sum."""
-        self._here += count
-        self._tell(self._here, self._of, what)
+    def add(self, label: str, count: int) -> None:
+        """Add `count` bytes of `label`, and report the sum."""
+        self._done += count
+        self._on_progress(self._done, self._total, label)
 
 
-def tell_nobody(here: int, of: int, path: str) -> None:
+def no_progress(received: int, total: int, path: str) -> None:
     """Ignore progress."""
-    del here, of, path
+    del received, total, path
 
 
 class DownloadError(RunError):
@@ -67,7 +67,7 @@ class DownloadError(RunError):
     code = "download"
 
 
-class _NotAsSaid(DownloadError):
+class _ContentMismatch(DownloadError):
     """The received bytes differ from the hash or size that the fleet lists."""
 
 
@@ -114,7 +114,7 @@ def fetch(
     request: DownloadRequest,
     *,
     force: bool = False,
-    tell: Tell = tell_nobody,
+    on_progress: OnProgress = no_progress,
 ) -> Document:
     """Fetch the files into the folder; returns the document that `--json` prints. `force`: replace other files that are in the way.
 
@@ -135,7 +135,7 @@ def fetch(
         for checkpoint in checkpoints:
             newest.setdefault(checkpoint["path"], checkpoint)
         # If two attempts wrote a checkpoint under the same path, the newer one counts.
-        files = [_entries(checkpoint["files"]) for checkpoint in newest.values()]
+        files = [_parse_manifest(checkpoint["files"]) for checkpoint in newest.values()]
         available = {
             path: entry
             for checkpoint_files in reversed(files)
@@ -144,7 +144,7 @@ def fetch(
         left_out = []
     else:
         artefacts = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
-        available, left_out = _entries(artefacts["files"]), artefacts["left_out"]
+        available, left_out = _parse_manifest(artefacts["files"]), artefacts["left_out"]
         request = DownloadRequest(request.paths, False, artefacts["epoch"], request.rank)
     files = choose_files(available, request.paths, job_id)
 
@@ -156,7 +156,7 @@ def fetch(
             job_id, path, epoch=request.epoch, rank=request.rank, offset=offset
         )
 
-    files_kept = bring(files, pieces, folder, force=force, tell=tell)
+    files_kept = bring(files, pieces, folder, force=force, on_progress=on_progress)
     return {
         "job_id": job_id,
         "folder": str(folder.absolute()),
@@ -168,7 +168,7 @@ def fetch(
     }
 
 
-def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
+def _parse_manifest(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
     entries: dict[str, FileEntry] = {}
     for path, entry in files.items():
         if problems := path_problems("file", path):
@@ -190,21 +190,21 @@ def choose_files(
         name = path.strip("/").removeprefix("./")
         below = {p: e for p, e in files.items() if p == name or p.startswith(f"{name}/")}
         if not below:
-            raise UsageError(f"{job_id} left no {path!r}; {_nearest(name, files)}.")
+            raise UsageError(f"{job_id} left no {path!r}; {_suggestion(name, files)}.")
         chosen |= below
     return chosen if words else dict(files)
 
 
-def _nearest(name: str, files: Mapping[str, FileEntry]) -> str:
+def _suggestion(name: str, files: Mapping[str, FileEntry]) -> str:
     if not files:
         return "it left nothing at all"
     folders = {path[:index] for path in files for index, c in enumerate(path) if c == "/"}
     if matches := difflib.get_close_matches(name, [*folders, *files], n=1):
         return f"did you mean {matches[0]}? It left {len(files)} files"
-    return f"there {'is' if len(files) == 1 else 'are'} {_some(sorted(files))}"
+    return f"there {'is' if len(files) == 1 else 'are'} {_join_paths(sorted(files))}"
 
 
-def _some(paths: Sequence[str]) -> str:
+def _join_paths(paths: Sequence[str]) -> str:
     rest_note = (
         f" and {len(paths) - MAX_PATHS_LISTED} more" if len(paths) > MAX_PATHS_LISTED else ""
     )
@@ -220,7 +220,7 @@ def bring(
     folder: Path,
     *,
     force: bool = False,
-    tell: Tell = tell_nobody,
+    on_progress: OnProgress = no_progress,
 ) -> frozenset[str]:
     """Fetch all these files into the folder; returns the paths that matched already. `pieces`: the bytes of a file from an offset on.
 
@@ -228,25 +228,25 @@ def bring(
     """
     problems: dict[str, str] = {}
     try:
-        files_kept = _looked_at(files, folder, force)
+        files_kept = _matching_files(files, folder, force)
         received, total = (
             sum(files[path].size for path in files_kept),
             sum(e.size for e in files.values()),
         )
         for path in sorted(files.keys() - files_kept):
             try:
-                _one(
+                _fetch_file(
                     folder / path,
                     files[path],
                     pieces,
                     path,
-                    lambda n, p=path, h=received: tell(h + n, total, p),
+                    lambda n, p=path, h=received: on_progress(h + n, total, p),
                 )
-            except (_NotAsSaid, Refusal, OSError) as error:
-                problems[path] = _why_it_alone(error)
+            except (_ContentMismatch, Refusal, OSError) as error:
+                problems[path] = _file_error(error)
                 continue
             received += files[path].size
-            tell(received, total, path)
+            on_progress(received, total, path)
     except OSError as error:
         raise DownloadError(
             f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command goes on with it."
@@ -256,9 +256,9 @@ def bring(
     return frozenset(files_kept)
 
 
-def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
+def _file_error(error: _ContentMismatch | Refusal | OSError) -> str:
     """The reason why this file alone cannot be fetched. Raises the error again if it concerns more than this file."""
-    if isinstance(error, _NotAsSaid):
+    if isinstance(error, _ContentMismatch):
         return error.message
     if isinstance(error, OSError):
         if error.errno in OF_ITS_NAME:
@@ -280,22 +280,22 @@ def _describe_missing(problems: Mapping[str, str], total: int, folder: Path) -> 
     return f"{len(names)} of {total} files did not come: {details}{rest_note}.{others_note}"
 
 
-def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
+def _matching_files(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
     """The paths of files that match already. Raises UsageError if others are in the way."""
-    unchanged = {path for path, entry in files.items() if _is_right(folder / path, entry)}
+    unchanged = {path for path, entry in files.items() if _is_unchanged(folder / path, entry)}
     existing = sorted(path for path in files.keys() - unchanged if os.path.lexists(folder / path))
     conflicts = [path for path in existing if not force or (folder / path).is_dir()]
     if conflicts:
         verb = "is another file" if len(conflicts) == 1 else "are other files"
         raise UsageError(
-            f"{_some(conflicts)} in {folder} {verb} than the job's. --force replaces them, --to names another folder. Nothing was fetched."
+            f"{_join_paths(conflicts)} in {folder} {verb} than the job's. --force replaces them, --to names another folder. Nothing was fetched."
             if not force
-            else f"{_some(conflicts)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
+            else f"{_join_paths(conflicts)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
         )
     return unchanged
 
 
-def _is_right(path: Path, entry: FileEntry) -> bool:
+def _is_unchanged(path: Path, entry: FileEntry) -> bool:
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -308,16 +308,16 @@ def _is_right(path: Path, entry: FileEntry) -> bool:
     return is_file and status.st_size == entry.size and hash_of(path) == entry.sha256
 
 
-def _one(
+def _fetch_file(
     target: Path,
     entry: FileEntry,
     pieces: Callable[[str, int], Iterator[bytes]],
     path: str,
-    tell: Callable[[int], None],
+    on_chunk: Callable[[int], None],
 ) -> None:
     """Fetch one file: complete and verified, or not at all. The part of an earlier try may be damaged; then fetch it from scratch, once."""
     if PART.fullmatch(target.name):
-        raise _NotAsSaid("files that are not whole yet have such names here")
+        raise _ContentMismatch("files that are not whole yet have such names here")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{entry.sha256}.part")
     with _open_locked(part) as file:
@@ -327,17 +327,17 @@ def _one(
             offset = 0
         try:
             remaining = pieces(path, offset) if offset < entry.size else iter(())
-            is_complete = _append(file, entry, remaining, tell)
+            is_complete = _append_pieces(file, entry, remaining, on_chunk)
         except Refusal:
             if not os.fstat(file.fileno()).st_size:
                 part.unlink()
             raise
         if not is_complete and offset:
             file.truncate(0)
-            is_complete = _append(file, entry, pieces(path, 0), tell)
+            is_complete = _append_pieces(file, entry, pieces(path, 0), on_chunk)
         if not is_complete:
             part.unlink()
-            raise _NotAsSaid(
+            raise _ContentMismatch(
                 "other bytes came than the fleet says that it has: it was damaged on its way, or there. Fetch it again."
             )
         set_mode(file.fileno(), entry)
@@ -360,8 +360,8 @@ def _open_locked(part: Path) -> BinaryIO:
     )
 
 
-def _append(
-    file: BinaryIO, entry: FileEntry, pieces: Iterator[bytes], tell: Callable[[int], None]
+def _append_pieces(
+    file: BinaryIO, entry: FileEntry, pieces: Iterator[bytes], on_chunk: Callable[[int], None]
 ) -> bool:
     """Append the pieces to the present content; returns whether size and hash then match."""
     digest = hashlib.sha256()
@@ -375,6 +375,6 @@ def _append(
             return False
         digest.update(piece)
         file.write(piece)
-        tell(size)
+        on_chunk(size)
     file.flush()
     return size == entry.size and digest.hexdigest() == entry.sha256

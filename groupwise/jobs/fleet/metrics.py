@@ -46,7 +46,7 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
     yield from family(
         "fleet_role_processes", "gauge", "Living processes of each role.", role_counts
     )
-    silences = [({"role": role}, _silence(role, processes)) for role in roles]
+    silences = [({"role": role}, _silent_seconds(role, processes)) for role in roles]
     yield from family(
         "fleet_role_silent_seconds",
         "gauge",
@@ -55,7 +55,7 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _silence(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
+def _silent_seconds(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
     """Seconds since the role's last heartbeat. Infinite if there was none for a day: if the series ended, so would the alert about it."""
     silences = (process["silent_seconds"] for process in processes if process["role"] == role)
     return min(silences, default=math.inf)

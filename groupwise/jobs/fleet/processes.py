@@ -50,7 +50,7 @@ def alone(folder: Path, role: str) -> Generator[None, None, None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(_taken_message(folder, role, _holder(file))) from None
+            raise UsageError(_taken_message(folder, role, _read_holder(file))) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -61,7 +61,7 @@ def _lock_file(folder: Path, role: str) -> Path:
     return folder / f"{role}.lock"
 
 
-def _holder(file: IO[str]) -> str | None:
+def _read_holder(file: IO[str]) -> str | None:
     """The pid in a lock file, if there is one."""
     file.seek(0)
     pid = file.read(32).strip()
@@ -87,7 +87,7 @@ def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 if role not in but:
-                    return f"its {role} (process {_holder(file) or 'unknown'})"
+                    return f"its {role} (process {_read_holder(file) or 'unknown'})"
     return None
 
 

@@ -50,7 +50,7 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
-def _checked_nats(url: str | None) -> str | None:
+def _check_nats(url: str | None) -> str | None:
     """Check the URL at start-up: waiting for a server that never comes would look the same as a typing error. Messages contain no part that
     may be secret."""
     for server in () if url is None or url == OFF else url.split(","):
@@ -85,7 +85,7 @@ class FleetSettings(Strict):
         f"URL of the database, as postgresql://user@host/groupwise; null: SQLite, {DATABASE_FILE} in the folder.",
         min_length=1,
     )
-    nats_url: Annotated[str | None, AfterValidator(_checked_nats)] = setting(
+    nats_url: Annotated[str | None, AfterValidator(_check_nats)] = setting(
         None,
         "URL of NATS, which wakes dispatchers and hears of finished jobs; `off`: without; null: without for an embedded fleet, "
         f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",

@@ -114,12 +114,12 @@ class Ended:
             "failure_reason": self.failure_reason,
             "log_tail": list(self.log_tail),
         }
-        while len(text := json.dumps(document).encode()) > largest and _cut(document):
+        while len(text := json.dumps(document).encode()) > largest and _shorten(document):
             pass
         return text
 
 
-def _cut(document: dict[str, Any]) -> bool:
+def _shorten(document: dict[str, Any]) -> bool:
     """Shorten the document once; False: nothing can be removed. Hand-written rows may hold texts of any length; our ids stay whole."""
     if document["log_tail"]:
         del document["log_tail"][0]
@@ -168,10 +168,10 @@ class NatsOutlet:
         delivered: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # we may lack permission for one of them
             if self._clock() >= self._not_before.get(subject, 0.0):
-                delivered |= await self._tell([end for end in ended if end.subject == subject])
+                delivered |= await self._publish_subject([end for end in ended if end.subject == subject])
         return frozenset(delivered)
 
-    async def _tell(self, ended: Sequence[Ended]) -> set[int]:
+    async def _publish_subject(self, ended: Sequence[Ended]) -> set[int]:
         """Publish events of one subject, and return those that were accepted."""
         delivered: set[int] = set()
         for begin in range(0, len(ended), TOLD_AT_ONCE):
@@ -187,11 +187,11 @@ class NatsOutlet:
             except NatsAway as error:
                 logger.debug("%s", error)  # the link warns once about a lost connection
                 break
-            self._warn_of([e for e, text in messages if len(text) > largest], largest)
+            self._warn_of_skipped([e for e, text in messages if len(text) > largest], largest)
             delivered.update(e.event_id for e in portion)
         return delivered
 
-    def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
+    def _warn_of_skipped(self, left_out: Sequence[Ended], largest: int) -> None:
         """Log events that are skipped because they exceed the size limit: waiting for them would block all later ones."""
         for end in left_out:
             logger.warning(
@@ -246,7 +246,7 @@ class Tracker:
     async def round(self) -> bool:
         """Read new events, announce them and those that failed before; returns whether more can be read at once."""
         try:
-            return await self._round()
+            return await self._run_round()
         except _EventsLost:  # start again from the stored position, and forget the events in memory
             logger.warning(
                 "%s: the database has lost events that were there; it is read again from the position that stands in it",
@@ -258,11 +258,11 @@ class Tracker:
             self._later.clear()
             return True
 
-    async def _round(self) -> bool:
+    async def _run_round(self) -> bool:
         if self._read is None:
             name, history = self._outlet.name, self._outlet.tells_history
             position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
-            self._newest = await self._database.in_thread(lambda s: _newest(s, position))
+            self._newest = await self._database.in_thread(lambda s: _newest_event(s, position))
             if skipped:
                 logger.warning(
                     "%s is new in this fleet and begins with what ended in the last hour: "
@@ -271,11 +271,11 @@ class Tracker:
                     skipped + 1,
                 )
             self._read = self._kept = position
-        await self._read_again()
-        is_full = self._has_room() and await self._read_on(self._read)
+        await self._reload_postponed()
+        is_full = self._has_room() and await self._read_new(self._read)
         if self._untold:
             for event_id in await self._outlet.tell(list(self._untold.values())):
-                self._forget(event_id)
+                self._remove_untold(event_id)
         waiting_ids = [*self._untold, *(numbers[0] for numbers in self._later.values())]
         position = min(waiting_ids) - 1 if waiting_ids else self._read
         if position > self._kept:
@@ -284,15 +284,15 @@ class Tracker:
         return is_full
 
     def _keep_position(self, session: Session, position: int) -> None:
-        _check(session, self._newest)
+        _require_same_history(session, self._newest)
         keep_position(session, self._outlet.name, position)
 
-    async def _read_on(self, position: int) -> bool:
+    async def _read_new(self, position: int) -> bool:
         newest = self._newest
         read_events, ends, pruned = await self._database.in_thread(
             lambda s: _next_ends(s, position, newest)
         )
-        self._warn_of(pruned)
+        self._warn_of_pruned(pruned)
         if read_events:
             self._newest = read_events[-1]
             self._read, _ = read_events[-1]
@@ -303,10 +303,10 @@ class Tracker:
             ):
                 self._later.setdefault(destination, deque()).append(end.event_id)
             else:
-                self._keep(end)
+                self._add_untold(end)
         return len(read_events) == READ
 
-    async def _read_again(self) -> None:
+    async def _reload_postponed(self) -> None:
         """Load announcements for destinations at which few wait now."""
         ids: list[int] = []
         for destination, numbers in list(self._later.items()):
@@ -318,14 +318,14 @@ class Tracker:
         newest = self._newest
 
         def read_ends(session: Session) -> tuple[list[Ended], list[str]]:
-            _check(session, newest)
+            _require_same_history(session, newest)
             query = select(Event).where(Event.event_id.in_(ids)).order_by(Event.event_id)
-            return _told_of(session, list(session.scalars(query)))
+            return _ended_jobs(session, list(session.scalars(query)))
 
         ends, pruned = await self._database.read_in_thread(read_ends)
-        self._warn_of(pruned)
+        self._warn_of_pruned(pruned)
         for end in ends:
-            self._keep(end)
+            self._add_untold(end)
         read_ids = frozenset(ids)
         remaining = {
             destination: deque(n for n in numbers if n not in read_ids)
@@ -339,19 +339,19 @@ class Tracker:
         numbers = sum(map(len, self._later.values()))
         return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
 
-    def _keep(self, ended: Ended) -> None:
+    def _add_untold(self, ended: Ended) -> None:
         self._untold[ended.event_id] = ended
         if (destination := self._outlet.place(ended)) is not None:
             self._to_one[destination] += 1
 
-    def _forget(self, event_id: int) -> None:
+    def _remove_untold(self, event_id: int) -> None:
         ended = self._untold.pop(event_id, None)
         if ended is not None and (destination := self._outlet.place(ended)) is not None:
             self._to_one[destination] -= 1
             if not self._to_one[destination]:
                 del self._to_one[destination]
 
-    def _warn_of(self, pruned: Sequence[str]) -> None:
+    def _warn_of_pruned(self, pruned: Sequence[str]) -> None:
         if pruned:
             logger.warning(
                 "%s: %d jobs were pruned before their ends could be told there: %s",
@@ -390,26 +390,26 @@ def _next_ends(
     session: Session, position: int, newest: Known | None
 ) -> tuple[list[Known], list[Ended], list[str]]:
     """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
-    _check(session, newest)
+    _require_same_history(session, newest)
     read_events = events.after(session, position, READ)
-    ends, pruned = _told_of(session, [event for event in read_events if event.kind in events.ENDS])
+    ends, pruned = _ended_jobs(session, [event for event in read_events if event.kind in events.ENDS])
     return [(event.event_id, event.at) for event in read_events], ends, pruned
 
 
-def _check(session: Session, newest: Known | None) -> None:
+def _require_same_history(session: Session, newest: Known | None) -> None:
     """Raise _EventsLost if the newest event that was read is missing or different now."""
-    if newest is not None and _newest(session, newest[0]) != newest:
+    if newest is not None and _newest_event(session, newest[0]) != newest:
         raise _EventsLost
 
 
-def _newest(session: Session, position: int) -> Known | None:
+def _newest_event(session: Session, position: int) -> Known | None:
     """The newest event up to this number; events are never deleted or changed."""
     query = select(Event.event_id, Event.at).where(Event.event_id <= position)
     row = session.execute(query.order_by(Event.event_id.desc()).limit(1)).first()
     return None if row is None else (row.event_id, row.at)
 
 
-def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
+def _ended_jobs(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
     """The ends of jobs, and the ids of jobs that have been pruned meanwhile."""
     events_with_jobs = [(event, _ended_job(session, event)) for event in ends]
     pruned = [str(event.job_id) for event, ended in events_with_jobs if ended is None]

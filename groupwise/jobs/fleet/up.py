@@ -48,7 +48,7 @@ from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.disk_full import NO_ROOM, told_in_words
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
-from groupwise.jobs.fleet.event_listener import Newsreader
+from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.folders import identity_of
 from groupwise.jobs.fleet.files.log_shipping import Shipper, sink_of
@@ -56,7 +56,7 @@ from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.clearing import Keeping
-from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_way
+from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
 from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.poller import Pace, Poller
@@ -114,10 +114,10 @@ def run(
         place.keep_private()
         with contextlib.closing(connect(place.database_url)) as database:
             if place.is_embedded:
-                _take(locks, database, place.folder, roles)
+                _take_locks(locks, database, place.folder, roles)
             else:
                 check_schema(database)
-            result = database.run(_at_home(place, roles))
+            result = database.run(_local_machine_update(place, roles))
             if result is not None:
                 say(result)
             keep_what_is_there()
@@ -133,7 +133,7 @@ def keep_what_is_there() -> None:
     gc.freeze()
 
 
-def _take(
+def _take_locks(
     locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
 ) -> None:
     """Lock the roles and check the schema: from here on no other process has these roles, and the tables stay those of this version.
@@ -147,7 +147,7 @@ def _take(
     migrate(database, lambda: processes.who_plays(folder, but=roles))
 
 
-def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
+def _local_machine_update(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
     """Update this machine's row before a role reads it (added, interpreter, folder). The returned function gives a message for users."""
 
     def look(session: Session) -> str | None:
@@ -178,7 +178,7 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
 def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     """Move this machine's working folder if the fleet was moved. Raises UsageError if two fleets would share it."""
     old_folder, new_folder = Path(vm.workdir), folder / "work"
-    if old_folder == new_folder or not _is_by_up(session):
+    if old_folder == new_folder or not _was_set_by_up(session):
         return None
     with contextlib.suppress(OSError):  # one of them does not exist
         if old_folder.parent.samefile(folder):
@@ -202,7 +202,7 @@ def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     return f"The fleet was moved from {old_folder.parent}: jobs of this machine run in {new_folder} from now on."
 
 
-def _is_by_up(session: Session) -> bool:
+def _was_set_by_up(session: Session) -> bool:
     """True if only `up` itself has set this machine's working folder."""
     query = (
         select(Event)
@@ -229,7 +229,7 @@ class Hosts:
 
     def __call__(self, machine: Machine) -> Host:
         connection = self._kept.get(machine.vm_id)
-        if connection is not None and same_way(connection[0], machine):
+        if connection is not None and same_route(connection[0], machine):
             return connection[1]
         if connection is not None:
             self._replaced.append(connection[1])
@@ -302,11 +302,11 @@ class _ControlPlane:
         self._folder = _identity_of(place.folder) if uses_folder else None
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
-            "dispatcher": self._dispatch,
-            "poller": self._poll,
-            "requeue": self._requeue,
-            "tracker": self._track,
-            API: self._answer,
+            "dispatcher": self._play_dispatcher,
+            "poller": self._play_poller,
+            "requeue": self._play_requeue,
+            "tracker": self._play_tracker,
+            API: self._play_api,
         }
 
     async def run(self, address: Address | None) -> int:
@@ -316,11 +316,11 @@ class _ControlPlane:
             loop.add_signal_handler(number, self._asked_to_stop, number)
         self._bell.open()
         try:
-            async with self._answering(address) as url, asyncio.TaskGroup() as group:
-                role_tasks = [group.create_task(self._play(role)) for role in self._roles]
+            async with self._serve_api(address) as url, asyncio.TaskGroup() as group:
+                role_tasks = [group.create_task(self._run_role(role)) for role in self._roles]
                 other_tasks = [group.create_task(self._heartbeats())]
                 if len(self._roles) == len(ROLES):
-                    listener = Newsreader(self._place, self._database, self._say, url)
+                    listener = EventListener(self._place, self._database, self._say, url)
                     other_tasks.append(group.create_task(listener.run()))
                 elif url is not None:
                     self._say(f"The API answers at {url}.")
@@ -335,7 +335,7 @@ class _ControlPlane:
         return 0
 
     @contextlib.asynccontextmanager
-    async def _answering(self, address: Address | None) -> AsyncGenerator[str | None]:
+    async def _serve_api(self, address: Address | None) -> AsyncGenerator[str | None]:
         """Serve the API if there is an address; yields its URL, or None."""
         if address is None:
             yield None
@@ -347,8 +347,8 @@ class _ControlPlane:
         async with serving(self._place, self._database, self._bell, address) as url:
             yield url
 
-    async def _answer(self, _: _Role) -> None:
-        """Wait for the stop: the API runs in this process regardless of the roles (`_answering`)."""
+    async def _play_api(self, _: _Role) -> None:
+        """Wait for the stop: the API runs in this process regardless of the roles (`_serve_api`)."""
         await self._stopping.wait()
 
     def _asked_to_stop(self, number: int) -> None:
@@ -361,7 +361,7 @@ class _ControlPlane:
 
     # --- roles ------------------------------------------------------------------------------------
 
-    async def _play(self, role: _Role) -> None:
+    async def _run_role(self, role: _Role) -> None:
         """Run a role until the stop, and restart it after a pause whenever it crashes."""
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=1.0)
         loop = asyncio.get_running_loop()
@@ -395,7 +395,7 @@ class _ControlPlane:
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    async def _poll(self, role: _Role) -> None:
+    async def _play_poller(self, role: _Role) -> None:
         settings = self._settings
         at_once = settings.concurrency
         unsure = min(Pace().unsure_at_once, at_once)
@@ -403,7 +403,7 @@ class _ControlPlane:
         poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
         await self._until_stopped(poller.run())
 
-    async def _dispatch(self, role: _Role) -> None:
+    async def _play_dispatcher(self, role: _Role) -> None:
         settings = self._settings
         rhythm = Rhythm(
             lease=settings.lease_seconds,
@@ -421,7 +421,7 @@ class _ControlPlane:
             now = await self._database.read_in_thread(seconds)
             started_at = now - (time.monotonic() - self._began)
         dispatcher = GlobalJobDispatcher(
-            self._parts(gateway),
+            self._dispatcher_parts(gateway),
             Tuning(
                 rhythm=rhythm,
                 concurrency=settings.concurrency,
@@ -441,7 +441,7 @@ class _ControlPlane:
         dispatcher.stop()
         await dispatch_task
 
-    def _parts(self, gateway: Gateway) -> Parts:
+    def _dispatcher_parts(self, gateway: Gateway) -> Parts:
         place = self._place
         store = BlobStore(place.blobs)
         return Parts(
@@ -458,7 +458,7 @@ class _ControlPlane:
             folders=(place.logs, place.artefacts),
         )
 
-    async def _requeue(self, role: _Role) -> None:
+    async def _play_requeue(self, role: _Role) -> None:
         manager = RequeueManager(
             self._database,
             interval=self._settings.requeue_seconds,
@@ -466,7 +466,7 @@ class _ControlPlane:
         )
         await self._until_stopped(manager.run())
 
-    async def _track(self, role: _Role) -> None:
+    async def _play_tracker(self, role: _Role) -> None:
         webhooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
         outlets: list[Outlet] = [webhooks]
         link = None
@@ -493,14 +493,14 @@ class _ControlPlane:
     async def _heartbeats(self) -> None:
         while True:
             try:
-                await self._database.in_thread(self._beat)
+                await self._database.in_thread(self._write_heartbeat)
             except RunError as error:  # the roles themselves report an unreachable database
                 log.debug("no heartbeat: %s", error)
             except Exception:  # a bug here ends no role
                 log.exception("no heartbeat")
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def _beat(self, session: Session) -> None:
+    def _write_heartbeat(self, session: Session) -> None:
         now = seconds(session)
         for role in self._roles:
             row = session.get(ControlProcess, role.owner)
@@ -517,13 +517,13 @@ class _ControlPlane:
                 )
                 session.add(row)
             row.seen_at = now
-            row.facts = self._facts(role)
+            row.facts = self._role_facts(role)
 
     def _uses_folder(self, role: _Role) -> bool:
         ships = role.name == "tracker" and self._settings.ship_logs is not None
         return ships or role.name in USE_THE_FOLDER
 
-    def _facts(self, role: _Role) -> dict[str, Any]:
+    def _role_facts(self, role: _Role) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "crashes": role.crashes,
             "last_error": role.last_error,

@@ -128,7 +128,7 @@ class WebhookOutlet:
 
     def place(self, ended: Ended) -> str | None:
         """See `Outlet`."""
-        address = None if ended.webhook is None else _place(ended.webhook)
+        address = None if ended.webhook is None else _host_and_port(ended.webhook)
         return None if address is None else f"{address[0]}:{address[1]}"
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
@@ -142,16 +142,16 @@ class WebhookOutlet:
             if end.event_id in settled_ids or end.event_id in self._settled:
                 continue
             trial = self._trials.setdefault(end.event_id, _Trial())
-            destination = self._to.setdefault(_place(end.webhook or ""), _Destination())
+            destination = self._to.setdefault(_host_and_port(end.webhook or ""), _Destination())
             if not trial.is_queued and max(trial.next_at, destination.next_at) <= now:
                 trial.is_queued = True
                 destination.queue[end.event_id] = end
-        self._begin()
+        self._start_workers()
         if workers := [
             worker for destination in self._to.values() for worker in destination.workers
         ]:
             await asyncio.wait(workers, timeout=LISTENED)
-        self._end()
+        self._remove_ended_workers()
         finished, self._settled = silent | settled_ids | self._settled, set()
         for event_id in finished:
             self._trials.pop(event_id, None)
@@ -164,15 +164,15 @@ class WebhookOutlet:
         )
         await self._http.aclose()
 
-    def _begin(self) -> None:
+    def _start_workers(self) -> None:
         for destination in self._to.values():
             max_workers = min(
                 AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue)
             )
             while len(destination.workers) < max_workers:
-                destination.workers.add(asyncio.create_task(self._work(destination)))
+                destination.workers.add(asyncio.create_task(self._deliver_queued(destination)))
 
-    def _end(self) -> None:
+    def _remove_ended_workers(self) -> None:
         """Forget workers that have ended. Raises the error of one that failed."""
         failure: BaseException | None = None
         for destination in self._to.values():
@@ -190,7 +190,7 @@ class WebhookOutlet:
         if failure is not None:
             raise failure
 
-    async def _work(self, destination: _Destination) -> None:
+    async def _deliver_queued(self, destination: _Destination) -> None:
         """Try the deliveries that wait for a destination one by one, those with the fewest attempts first."""
         while destination.queue:
             event_id = min(
@@ -203,9 +203,9 @@ class WebhookOutlet:
                 try:
                     if trial.end is None:
                         trial.attempts += 1
-                        await self._ask(ended, trial, destination)
+                        await self._try_delivery(ended, trial, destination)
                     if trial.end is not None:
-                        await self._settle(ended, trial, *trial.end)
+                        await self._record_settled(ended, trial, *trial.end)
                 finally:
                     trial.is_queued = False
 
@@ -218,11 +218,11 @@ class WebhookOutlet:
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
         return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
 
-    async def _ask(self, ended: Ended, trial: _Trial, destination: _Destination) -> None:
+    async def _try_delivery(self, ended: Ended, trial: _Trial, destination: _Destination) -> None:
         assert ended.webhook is not None
         try:
             async with asyncio.timeout(ANSWERED):
-                status = await self._post(ended.webhook, ended)
+                status = await self._post_event(ended.webhook, ended)
             destination.failures, destination.has_answered, destination.mute_until = 0, True, 0.0
             problem = f"HTTP {status}"
             if 200 <= status < 300:
@@ -233,19 +233,19 @@ class WebhookOutlet:
             return
         except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout):
             problem = f"no answer within {ANSWERED:g} seconds"
-            self._is_mute(destination)
+            self._note_mute(destination)
         except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            problem = _describe(error)
-            self._is_mute(destination)
-            self._is_away(destination, problem)
+            problem = _describe_error(error)
+            self._note_mute(destination)
+            self._note_unreachable(destination, problem)
         except Exception as error:  # noqa: BLE001 - submitters choose the addresses, and one must not end the delivery to others
-            problem = _describe(error)
+            problem = _describe_error(error)
         self._note_failure(trial, problem)
 
-    def _is_mute(self, destination: _Destination) -> None:
+    def _note_mute(self, destination: _Destination) -> None:
         destination.has_answered, destination.mute_until = False, self._clock() + MUTE
 
-    def _is_away(self, destination: _Destination, problem: str) -> None:
+    def _note_unreachable(self, destination: _Destination, problem: str) -> None:
         """The host is unreachable: count a failed attempt for all deliveries that wait for it."""
         if destination.next_at <= self._clock():  # else another delivery has just found this out
             destination.failures += 1
@@ -265,8 +265,8 @@ class WebhookOutlet:
         else:
             trial.next_at = self._clock() + _pause(trial.attempts)
 
-    async def _post(self, url: str, ended: Ended) -> int:
-        host, port, scheme = _parts(url)
+    async def _post_event(self, url: str, ended: Ended) -> int:
+        host, port, scheme = _split_address(url)
         address = _allowed_address(await self._resolve(host, port), host, self._allow_private)
         parts = urlsplit(url)
         address_text = f"[{address}]" if ":" in address else address
@@ -286,7 +286,7 @@ class WebhookOutlet:
         await response.aclose()  # only the status matters; the body is not read
         return response.status_code
 
-    async def _settle(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
+    async def _record_settled(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
         if kind == GIVEN_UP:
             logger.warning(
                 "the webhook of %s was not told: %s; given up after %d attempts",
@@ -306,20 +306,20 @@ def _pause(number: int) -> float:
     return PAUSES[number - 1] * random.uniform(0.5, 1.0)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _place(url: str) -> tuple[str, int] | None:
+def _host_and_port(url: str) -> tuple[str, int] | None:
     """Host and port; None for an invalid address, which is given up at once."""
     try:
-        host, port, _ = _parts(url)
+        host, port, _ = _split_address(url)
     except Forbidden:
         return None
     return host, port
 
 
-def _parts(url: str) -> tuple[str, int, str]:
+def _split_address(url: str) -> tuple[str, int, str]:
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname

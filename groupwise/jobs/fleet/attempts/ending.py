@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import job_of, locked_attempt, members_of
 from groupwise.jobs.fleet.queue import requeue_pending
 from groupwise.jobs.fleet.queue.failures import JobFacts, Verdict, after_end
-from groupwise.jobs.fleet.queue.request import Beyond
+from groupwise.jobs.fleet.queue.request import RequestDocument
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import (
     FINAL,
@@ -111,7 +111,7 @@ def verdict_on(
     facts = JobFacts(
         cancel_requested=job.cancel_requested_at is not None,
         spent=job.spent,
-        policy=Beyond.model_validate(job.request).retry_policy(),
+        policy=RequestDocument.model_validate(job.request).retry_policy(),
         hopeless=_is_hopeless(session, job, move),
         same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
         taken=_resources_are_taken(move),

@@ -89,23 +89,23 @@ class Collector:
         """Fetch and verify them all. Raises HostError, OSError."""
         target = artefact_folder(self._artefacts, part.job_id, part.epoch, part.rank)
         if not target.exists():
-            problem = await self._fetch(part, target)
+            problem = await self._fetch_artefacts(part, target)
             if problem is not None:
                 return Collected(problem)
         if part.rank == 0:
-            await self._write("current", lambda: _link_current(target))
-        return await asyncio.to_thread(_outcome, target, from_json(part.spec).artefacts)
+            await self._write_through_gateway("current", lambda: _link_current(target))
+        return await asyncio.to_thread(_collection_result, target, from_json(part.spec).artefacts)
 
-    async def _fetch(self, part: Part, target: Path) -> str | None:
+    async def _fetch_artefacts(self, part: Part, target: Path) -> str | None:
         """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
         limits = from_json(part.spec).limits
         folder, lock = await asyncio.to_thread(_lock_partial, target)
-        downloads = Fetching(part.runner, part.job_id, part.epoch, folder, self._written)
+        downloads = Fetching(part.runner, part.job_id, part.epoch, folder, self._write_file)
         try:
             changed_path = ""
             for _ in range(TRIES):
                 tree = await part.runner.manifest(part.job_id, part.epoch, "artefacts")
-                problem = _beyond(tree.files, limits) or await asyncio.to_thread(
+                problem = _limit_problem(tree.files, limits) or await asyncio.to_thread(
                     self._never_fits, sum(entry.size for entry in tree.files.values())
                 )
                 if problem is not None:
@@ -116,7 +116,7 @@ class Collector:
                 except Changed as change:
                     changed_path = str(change)
                     continue
-                await self._write("publish", partial(_publish, folder, target, tree))
+                await self._write_through_gateway("publish", partial(_publish_folder, folder, target, tree))
                 return None
             return f"{changed_path} has been changed since the command ended"
         finally:
@@ -152,16 +152,16 @@ class Collector:
                     with contextlib.suppress(BlobError):
                         self._store.copy(entry, path_in_folder)
 
-        await self._write("known", copy)
+        await self._write_through_gateway("known", copy)
 
-    async def _write(self, name: str, fn: Callable[[], T]) -> T:
-        return await to_its_end(self._written(name, fn))
+    async def _write_through_gateway(self, name: str, fn: Callable[[], T]) -> T:
+        return await to_its_end(self._write_file(name, fn))
 
-    def _written(self, name: str, fn: Callable[[], T]) -> Awaitable[T]:
+    def _write_file(self, name: str, fn: Callable[[], T]) -> Awaitable[T]:
         return self._gateway.write(f"artefacts.{name}", fn)
 
 
-def _beyond(files: Manifest, limits: Limits) -> str | None:
+def _limit_problem(files: Manifest, limits: Limits) -> str | None:
     """The reason if the files exceed the job's limits; the machine should enforce them, but is not trusted to."""
     size = sum(entry.size for entry in files.values())
     if size > limits.artefact_mb << 20:
@@ -190,7 +190,7 @@ def _lock_partial(target: Path) -> tuple[Path, int]:
     raise OSError(f"no folder to fetch to can be locked beside {target}")
 
 
-def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
+def _publish_folder(folder: Path, target: Path, tree: WorkTree) -> None:
     """Remove stray files from the folder, write the record, and give the folder its name."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
@@ -219,7 +219,7 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
     sync_folder(target.parent)
 
 
-def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
+def _collection_result(target: Path, artefacts: Collection[str]) -> Collected:
     """Report required files that are missing, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]

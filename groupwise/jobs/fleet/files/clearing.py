@@ -62,7 +62,7 @@ def clear_away(
 
     Does nothing while another process clears this store, or if one did less than `after` seconds ago. The process may die after any step.
     """
-    with _alone(store, after) as has_lock:
+    with _clearing_lock(store, after) as has_lock:
         if not has_lock:
             return 0
         names: set[str] = set()
@@ -84,7 +84,7 @@ def clear_away(
 
 
 @contextmanager
-def _alone(store: BlobStore, after: float) -> Generator[bool]:
+def _clearing_lock(store: BlobStore, after: float) -> Generator[bool]:
     """Yields True if it is time to clear and no other process clears this store meanwhile."""
     with (store.root / CLEARING).open("ab") as lock:
         try:
@@ -182,7 +182,7 @@ def pruned_jobs(session: Session, jobs: Iterable[str]) -> list[str]:
 
 def remove_files(folders: Iterable[Path], job_id: str) -> None:
     """Remove the files of a job from the folders of logs and artefacts."""
-    for path in _paths(folders, job_id):
+    for path in _job_paths(folders, job_id):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -192,7 +192,7 @@ def remove_files(folders: Iterable[Path], job_id: str) -> None:
 def size_of_files(folders: Iterable[Path], job_id: str) -> int:
     """Disk usage in bytes of a job's files in these folders."""
     size = 0
-    for path in _paths(folders, job_id):
+    for path in _job_paths(folders, job_id):
         children = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
         for child in (path, *children):
             with suppress(OSError):
@@ -201,7 +201,7 @@ def size_of_files(folders: Iterable[Path], job_id: str) -> int:
     return size
 
 
-def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
+def _job_paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
     base_name = folder_name(job_id)
     for folder in folders:
         for name in (base_name, f"{base_name}.log"):

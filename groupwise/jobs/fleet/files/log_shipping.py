@@ -141,7 +141,7 @@ class _Writer:
     async def take(self, lines: bytes) -> None:
         """Return once the lines are written. If the caller is cancelled, they may still be written later."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="log-shipping", daemon=True)
+            self._thread = threading.Thread(target=self._run_writer, name="log-shipping", daemon=True)
             self._thread.start()
         done: Future[None] = Future()
         self._given.put((lines, done))
@@ -154,7 +154,7 @@ class _Writer:
         finally:
             future.cancel()
 
-    def _work(self) -> None:
+    def _run_writer(self) -> None:
         while True:
             lines, done = self._given.get()
             if not done.set_running_or_notify_cancel():
@@ -202,10 +202,10 @@ class File(_Writer):
     """Writes to a file, which is opened at each write and may therefore be rotated."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(self._append, f"{path} takes nothing")
+        super().__init__(self._append_lines, f"{path} takes nothing")
         self._path = path
 
-    def _append(self, lines: bytes) -> None:
+    def _append_lines(self, lines: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
             _write_all(file.fileno(), lines)
             os.fsync(file.fileno())
@@ -288,7 +288,7 @@ class Shipper:
             if log.key in self._refused and time.monotonic() < self._refused[log.key][0]:
                 continue
             try:
-                await self._send(log)
+                await self._ship(log)
                 self._refused.pop(log.key, None)
             except Refused as error:
                 refusals[log.key] = error
@@ -308,7 +308,7 @@ class Shipper:
             if start == end:
                 break
             while batch := await self._database.read_in_thread(
-                partial(_behind, start=start, end=end)
+                partial(_logs_behind, start=start, end=end)
             ):
                 for log in batch:
                     yield log
@@ -338,26 +338,26 @@ class Shipper:
             backoff = self._refused[key][1] if key in self._refused else self._backoff()
             self._refused[key] = time.monotonic() + backoff.next(), backoff
 
-    async def _send(self, log: Behind) -> None:
+    async def _ship(self, log: Behind) -> None:
         """Send all available lines of one log."""
         while log.sent < log.here:
-            lines, end = await asyncio.to_thread(_lines, self._logs, log)
+            lines, end = await asyncio.to_thread(_read_lines, self._logs, log)
             if end == log.sent:
                 break
             if lines:
-                await self._give(log, lines)
+                await self._ship_lines(log, lines)
             else:
-                await self._move(log, log.sent, end)
+                await self._store_position(log, log.sent, end)
             log = replace(log, sent=end)
 
-    async def _give(self, log: Behind, lines: Sequence[_LogLine]) -> None:
+    async def _ship_lines(self, log: Behind, lines: Sequence[_LogLine]) -> None:
         """Send these lines, in halves if they are too many or refused; the second half follows the first, to keep the order."""
         if await self._is_taken(log, lines):
-            await self._move(log, lines[0].begin, lines[-1].end)
+            await self._store_position(log, lines[0].begin, lines[-1].end)
             return
         half = len(lines) // 2
-        await self._give(log, lines[:half])
-        await self._give(log, lines[half:])
+        await self._ship_lines(log, lines[:half])
+        await self._ship_lines(log, lines[half:])
 
     async def _is_taken(self, log: Behind, lines: Sequence[_LogLine]) -> bool:
         """True once the lines are taken. A single line always is, if only as a note that it was left out."""
@@ -373,7 +373,7 @@ class Shipper:
                 return False
             line = lines[0]
             note = f"[{line.end - line.begin} bytes are left out here: {error}]"
-            await self._sink.take(_encode(log, line.begin, note, left_out=str(error)))
+            await self._sink.take(_encode_line(log, line.begin, note, left_out=str(error)))
             if not self._warned_of_left_out:
                 logger.warning(
                     "where logs are sent a line of %s was refused (%s): it is left out there, "
@@ -384,7 +384,7 @@ class Shipper:
             self._warned_of_left_out = True
         return True
 
-    async def _move(self, log: Behind, begin: int, end: int) -> None:
+    async def _store_position(self, log: Behind, begin: int, end: int) -> None:
         def move(session: Session) -> None:
             """Store the position. It never moves back: another process may have sent more meanwhile."""
             session.execute(
@@ -398,7 +398,7 @@ class Shipper:
         self._taken += end - begin
 
 
-def _behind(session: Session, start: tuple[int, int], end: tuple[int, int]) -> list[Behind]:
+def _logs_behind(session: Session, start: tuple[int, int], end: tuple[int, int]) -> list[Behind]:
     query = (
         select(Member, Attempt, Job.project)
         .join(Attempt, Attempt.epoch == Member.epoch)
@@ -424,7 +424,7 @@ def _behind(session: Session, start: tuple[int, int], end: tuple[int, int]) -> l
     ]
 
 
-def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
+def _read_lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
     """The lines that can be sent, and the offset after them. A pruned log has no lines and counts as sent."""
     data = b""
     with (
@@ -436,14 +436,14 @@ def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
         return [], log.here
     is_complete = log.over and log.sent + len(data) == log.here
     lines: list[_LogLine] = []
-    for offset, part in _split(data, is_complete):
+    for offset, part in _split_lines(data, is_complete):
         begin = log.sent + offset
         text = part.decode("utf-8", "replace").removesuffix("\n")
-        lines.append(_LogLine(begin, begin + len(part), _encode(log, begin, text)))
+        lines.append(_LogLine(begin, begin + len(part), _encode_line(log, begin, text)))
     return lines, lines[-1].end if lines else log.sent
 
 
-def _split(data: bytes, is_complete: bool) -> Iterator[tuple[int, bytes]]:
+def _split_lines(data: bytes, is_complete: bool) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each line, including its line end. The last line may lack one only if nothing follows, or it is too long."""
     begin = 0
     while begin < len(data):
@@ -456,7 +456,7 @@ def _split(data: bytes, is_complete: bool) -> Iterator[tuple[int, bytes]]:
         begin = end
 
 
-def _encode(log: Behind, offset: int, line: str, **fields: str) -> bytes:
+def _encode_line(log: Behind, offset: int, line: str, **fields: str) -> bytes:
     document = {
         "job_id": log.job_id,
         "project": log.project,

@@ -170,11 +170,11 @@ class LogMirror:
             local_size = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
         if local_size != part.log_offset:
             await self._gateway.commit(
-                "log.offset", lambda session: _report(session, part, local_size)
+                "log.offset", lambda session: _store_offset(session, part, local_size)
             )
 
 
-def _report(session: Session, part: Part, offset: int) -> None:
+def _store_offset(session: Session, part: Part, offset: int) -> None:
     locked_attempt(session, part.epoch, part.owner)
     session.get_one(Member, (part.epoch, part.rank)).log_offset = offset
 

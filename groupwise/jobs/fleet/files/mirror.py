@@ -52,7 +52,7 @@ STANDS_STILL = 60.0
 """Seconds without progress after which a blob is not waited for any longer: a call to a machine that answers takes less."""
 
 
-class _Torn(Exception):
+class _NotMirrored(Exception):
     """A checkpoint does not match its manifest, or is gone."""
 
 
@@ -85,25 +85,25 @@ class CheckpointMirror:
             Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch
         )
         mirrored_step = await self._gateway.look(lambda session: session.scalar(newest_step))
-        missed: tuple[CheckpointTree, _Torn] | None = None
+        missed: tuple[CheckpointTree, _NotMirrored] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
             if mirrored_step is not None and checkpoint.step <= mirrored_step:
                 break
             with self._store.needed(entry.sha256 for entry in checkpoint.files.values()):
                 try:
-                    await self._fetch(part, checkpoint)
-                except _Torn as torn:
+                    await self._fetch_checkpoint(part, checkpoint)
+                except _NotMirrored as torn:
                     missed = missed or (checkpoint, torn)
                     continue
                 await self._gateway.commit(
                     "checkpoint.row",
-                    partial(_record, part=part, checkpoint=checkpoint, keep=self._keep),
+                    partial(_write_row, part=part, checkpoint=checkpoint, keep=self._keep),
                 )
             return
         if missed:
             await self._report_missed(part, *missed)
 
-    async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
+    async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _NotMirrored) -> None:
         """Record that it could not be fetched. If it still exists unchanged, it never can be; else the job replaced it too quickly."""
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         is_gone = newest not in tree.checkpoints
@@ -119,7 +119,7 @@ class CheckpointMirror:
             ),
         )
 
-    async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
+    async def _fetch_checkpoint(self, part: Part, checkpoint: CheckpointTree) -> None:
         """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _Torn."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
@@ -128,15 +128,15 @@ class CheckpointMirror:
         hashes = await self._missing_blobs(entries, project)
         size = sum(entries[sha256][1].size for sha256 in hashes)
         if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
-            raise _Torn(problem)
+            raise _NotMirrored(problem)
         for sha256 in hashes:
             path, entry = entries[sha256]
             try:
                 await self._ensure_blob(part, path, entry, project)
             except RunnerRefused as error:
-                raise _Torn(str(error)) from error
+                raise _NotMirrored(str(error)) from error
             except BlobError as error:
-                raise _Torn(f"{path}: {error}") from error
+                raise _NotMirrored(f"{path}: {error}") from error
 
     async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
         """The blobs to fetch: those that are missing in the store, and those that the project may not name."""
@@ -187,7 +187,7 @@ class CheckpointMirror:
         await self._gateway.commit("checkpoint.right", partial(rights.record, rights=rights_given))
 
 
-def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
+def _write_row(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
     """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
     locked_attempt(session, part.epoch, part.owner)
     note_mirrored(session, part.epoch, part.rank)

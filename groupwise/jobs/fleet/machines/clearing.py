@@ -117,8 +117,8 @@ class MachineClearing:
         try:
             runner = runner_of(machine)
             observation = await runner.observe(probe=records.NO_PROBE)
-            await self._forget(machine, runner, observation)
-            await self._sweep(machine, runner)
+            await self._forget_attempts(machine, runner, observation)
+            await self._sweep_blobs(machine, runner)
         except HostError as error:
             log.debug("%s is not cleared: %s", machine.vm_id, error)
         except RunError as error:
@@ -126,7 +126,7 @@ class MachineClearing:
         except Exception:  # a row written by hand must not keep other machines from being cleared
             log.exception("%s is not cleared", machine.vm_id)
 
-    async def _forget(self, machine: Machine, runner: Runner, observation: Observation) -> None:
+    async def _forget_attempts(self, machine: Machine, runner: Runner, observation: Observation) -> None:
         ended_attempts = {(s.job, s.epoch): s for s in observation.attempts if s.state in OVER}
         if not ended_attempts:
             return
@@ -148,7 +148,7 @@ class MachineClearing:
             except RunnerRefused as error:
                 log.info("%s keeps %s.%d: %s", machine.vm_id, job, epoch, error)
 
-    async def _sweep(self, machine: Machine, runner: Runner) -> None:
+    async def _sweep_blobs(self, machine: Machine, runner: Runner) -> None:
         now = self._clock()
         if now < self._swept.get(machine.vm_id, -SWEPT_EVERY) + SWEPT_EVERY:
             return
@@ -165,7 +165,7 @@ def forgettable(
 ) -> list[Name]:
     """The attempts that a machine reports as over and whose folders may be deleted there, the oldest first."""
     now = seconds(session)
-    rows = _rows(session, vm_id, names)
+    rows = _attempt_rows(session, vm_id, names)
     unfinished = session.execute(
         select(Attempt.job_id, func.max(Attempt.epoch))
         .join(Member, Member.epoch == Attempt.epoch)
@@ -196,7 +196,7 @@ def forgettable(
     ]
 
 
-def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
+def _attempt_rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
     wanted_names = set(names)
     rows = session.execute(
         select(

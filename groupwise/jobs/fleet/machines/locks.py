@@ -94,7 +94,7 @@ def lock_of_this_installation(
                 f"--with {name}: it is not installed here, so there is no release to name; install it, or give its file: --wheel."
             ) from None
     uninstalled: dict[str, str] = {}  # requirements of groupwise itself that are not installed here
-    for requirement in _needs(groupwise, {"", *map(normal, extras)}):
+    for requirement in _requirements_of(groupwise, {"", *map(normal, extras)}):
         if requirement.name in without or requirement.name == NAME:
             continue
         try:
@@ -102,7 +102,7 @@ def lock_of_this_installation(
         except PackageNotFoundError:
             uninstalled[requirement.name] = requirement.line
     pins = {
-        name: _pin(name, package)
+        name: _pinned_line(name, package)
         for name, package in _with_requirements(roots).items()
         if name != NAME and name not in without
     }
@@ -122,21 +122,21 @@ def _with_requirements(
         distributions[name] = package
         new_extras = [extra for extra in ("", *extras) if (name, extra) not in visited]
         visited.update((name, extra) for extra in new_extras)
-        for requirement in _needs(package, new_extras):
+        for requirement in _requirements_of(package, new_extras):
             with suppress(PackageNotFoundError):  # for another system or Python; or pip adds it
                 queue.append((requirement.name, distribution(requirement.name), requirement.extras))
     return distributions
 
 
 @dataclass(frozen=True, slots=True)
-class _Needed:
+class _Requirement:
     name: str
     extras: tuple[str, ...]
     line: str
     """The requirement, without the marker for the extra it belongs to."""
 
 
-def _needs(package: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
+def _requirements_of(package: Distribution, extras: Collection[str]) -> Iterator[_Requirement]:
     """Requirements of these extras; the empty extra means requirements without one."""
     for text in package.requires or ():
         match = REQUIREMENT.fullmatch(text.strip())
@@ -147,7 +147,7 @@ def _needs(package: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
         if required_by.intersection(extras):
             names = (match["extras"] or "").split(",")
             extras_of_it = tuple(normal(name.strip()) for name in names if name.strip())
-            yield _Needed(normal(match["name"]), extras_of_it, _without_extra(match))
+            yield _Requirement(normal(match["name"]), extras_of_it, _without_extra(match))
 
 
 def _without_extra(match: re.Match[str]) -> str:
@@ -157,7 +157,7 @@ def _without_extra(match: re.Match[str]) -> str:
     return f"{match['name']}{extras}{match['wanted']}" + (f" ; {marker}" if marker else "")
 
 
-def _pin(name: str, package: Distribution) -> str:
+def _pinned_line(name: str, package: Distribution) -> str:
     """The line of one distribution: its release, or the address if it came from no index. Raises UsageError if that is a local folder."""
     try:
         origin = json.loads(package.read_text("direct_url.json") or "null")

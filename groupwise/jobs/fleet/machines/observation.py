@@ -55,7 +55,7 @@ LONGEST_PROBLEM = 500
 """Maximum characters of a stored problem."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
-"""Key in a machine's facts: database time until which `hold_back` delays the jobs of its unknown attempts; passed to `let_go`."""
+"""Key in a machine's facts: database time until which `hold_back` delays the jobs of its unknown attempts; passed to `release`."""
 NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
 """The name of an attempt as its processes carry it. Any user who can start a process there can forge it."""
 
@@ -74,29 +74,29 @@ def apply(
 
     `look_seconds`: seconds until the next observation, if the poller keeps to an interval.
     """
-    strays = _strays(session, vm_id, observation)
+    strays = _find_strays(session, vm_id, observation)
     jobs = untracked_processes.lock(session, {stray.job for stray in strays})
     vm = _locked_machine(session, vm_id)
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
         return False
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
-    was_usable = _usable(vm) and was_fresh
+    was_usable = _is_usable(vm) and was_fresh
     _record_answer(session, vm, observation)
-    trouble = None if vm.engine else _trouble_of_probe(session, vm, observation)
+    trouble = None if vm.engine else _probe_problem(session, vm, observation)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
     holding_before, unknown_before = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
-    facts = _facts(vm, observation, strays, now)
+    facts = _machine_facts(vm, observation, strays, now)
     vm.facts = {**vm.facts, **facts, capacity.LOOK_SECONDS: look_seconds}
-    _hold_back(session, vm, jobs, unknown_before)
+    _hold_back_jobs(session, vm, jobs, unknown_before)
     epochs.raise_above(session, [attempt.epoch for attempt in observation.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     has_gpus = vm.engine is None and observation.probe.status is ProbeStatus.OK
     has_news = has_gpus and _write_gpus(session, vm, asked_at, now, observation)
     session.flush()
     has_news |= holding_before != untracked_processes.holding(vm.facts)
-    if has_news or (_usable(vm) and not was_usable):
+    if has_news or (_is_usable(vm) and not was_usable):
         requeue_pending.wake(session, vm_ids=[vm_id], actor=ACTOR)
     return True
 
@@ -118,7 +118,7 @@ def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> 
     if vm.misses >= MISSES and vm.contact in (Contact.NEW, Contact.OK):
         contact_before, vm.contact = vm.contact, Contact.UNREACHABLE
         vm.unreachable_since = now
-        _tell(session, vm, events.VM_UNREACHABLE, contact_before, detail={"problem": vm.problem})
+        _append_event(session, vm, events.VM_UNREACHABLE, contact_before, detail={"problem": vm.problem})
         logger.warning("machine %s does not answer: %s", vm_id, vm.problem)
     return vm.misses
 
@@ -141,23 +141,23 @@ def record_shown_key(
         return
     if vm.host_key == str(host_key):
         if vm.contact == Contact.UNTRUSTED:
-            _believe(session, vm, host_key, "it shows the pinned key")
+            _trust_key(session, vm, host_key, "it shows the pinned key")
         return
     if vm.host_key is None and pin:
         vm.host_key = str(host_key)
-        _believe(session, vm, host_key, "trust_on_first_use: the first key was not compared")
+        _trust_key(session, vm, host_key, "trust_on_first_use: the first key was not compared")
         return
     if vm.contact == Contact.UNTRUSTED and vm.seen_host_key == str(host_key):
         return
     contact_before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(host_key)
     vm.misses, vm.unreachable_since = 0, None
-    vm.problem, changed = _about_key(vm, host_key), vm.host_key is not None
+    vm.problem, changed = _key_problem(vm, host_key), vm.host_key is not None
     detail = {
         "fingerprint": host_key.fingerprint,
         "changed": changed,
-        "pinned": _fingerprint(vm.host_key),
+        "pinned": _key_fingerprint(vm.host_key),
     }
-    _tell(session, vm, events.VM_UNTRUSTED, contact_before, detail=detail)
+    _append_event(session, vm, events.VM_UNTRUSTED, contact_before, detail=detail)
     logger.log(logging.ERROR if changed else logging.WARNING, "machine %s: %s", vm_id, vm.problem)
 
 
@@ -171,7 +171,7 @@ def record_untrusted(session: Session, vm_id: str, problem: str) -> None:
         Contact.UNTRUSTED,
         problem[:LONGEST_PROBLEM],
     )
-    _tell(session, vm, events.VM_UNTRUSTED, contact_before, detail={"problem": vm.problem})
+    _append_event(session, vm, events.VM_UNTRUSTED, contact_before, detail={"problem": vm.problem})
     logger.error("machine %s: %s", vm_id, vm.problem)
 
 
@@ -195,13 +195,13 @@ def _is_barred(vm: VM) -> bool:
     return vm.contact == Contact.UNTRUSTED and vm.seen_host_key not in (None, vm.host_key)
 
 
-def _believe(session: Session, vm: VM, host_key: keys.HostKey, reason: str) -> None:
+def _trust_key(session: Session, vm: VM, host_key: keys.HostKey, reason: str) -> None:
     contact_before, vm.contact, vm.problem, vm.seen_host_key = vm.contact, Contact.NEW, None, None
     detail = {"fingerprint": host_key.fingerprint, "why": reason}
-    _tell(session, vm, events.VM_TRUSTED, contact_before, detail=detail)
+    _append_event(session, vm, events.VM_TRUSTED, contact_before, detail=detail)
 
 
-def _usable(vm: VM) -> bool:
+def _is_usable(vm: VM) -> bool:
     return vm.contact == Contact.OK and not vm.degraded
 
 
@@ -219,10 +219,10 @@ def _record_answer(session: Session, vm: VM, observation: Observation) -> None:
     contact_before = vm.contact
     vm.contact, vm.misses, vm.unreachable_since, vm.seen_host_key = Contact.OK, 0, None, None
     if contact_before != Contact.OK:
-        _tell(session, vm, events.VM_REACHABLE, contact_before)
+        _append_event(session, vm, events.VM_REACHABLE, contact_before)
 
 
-def _facts(
+def _machine_facts(
     vm: VM, observation: Observation, strays: Iterable[MemberState], now: float
 ) -> dict[str, Any]:
     """The facts to store for the machine itself. `quarantined`: the runner's own findings, and living attempts that are in no table, each
@@ -261,7 +261,7 @@ def _facts(
     }
 
 
-def _strays(session: Session, vm_id: str, observation: Observation) -> list[MemberState]:
+def _find_strays(session: Session, vm_id: str, observation: Observation) -> list[MemberState]:
     """Attempts that live there and are in no table, even if the folder was removed and only processes reveal them."""
     bare_processes: dict[str, MemberState] = {}
     for state in observation.quarantined:
@@ -285,13 +285,13 @@ def _strays(session: Session, vm_id: str, observation: Observation) -> list[Memb
     return strays
 
 
-def _hold_back(session: Session, vm: VM, jobs: set[str], unknown_before: set[str]) -> None:
+def _hold_back_jobs(session: Session, vm: VM, jobs: set[str], unknown_before: set[str]) -> None:
     """Delay the jobs of unknown attempts that run here, and release those whose unknown attempts (`unknown_before`) have ended. `jobs`: the
     locked rows, which are all that exist."""
     unknown_jobs = _unknown_jobs(vm)
     if ended_jobs := unknown_before - unknown_jobs:
-        session.flush()  # `let_go` reads the facts of all machines
-        untracked_processes.let_go(session, ended_jobs, vm.facts.get(HELD_UNTIL))
+        session.flush()  # `release` reads the facts of all machines
+        untracked_processes.release(session, ended_jobs, vm.facts.get(HELD_UNTIL))
     if unknown_jobs:
         vm.facts = {
             **vm.facts,
@@ -303,7 +303,7 @@ def _unknown_jobs(vm: VM) -> set[str]:
     return {entry["job_id"] for entry in untracked_processes.in_quarantine(vm)}
 
 
-def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None:
+def _probe_problem(session: Session, vm: VM, seen: Observation) -> str | None:
     """The reason why the GPUs of a machine, or the processes on them, are unknown. None: they are known, or it has no GPU."""
     probe = seen.probe
     if probe.status is ProbeStatus.ABSENT:
@@ -330,7 +330,7 @@ _PROBE_TROUBLE = {
 }
 
 
-def _about_key(vm: VM, host_key: keys.HostKey) -> str:
+def _key_problem(vm: VM, host_key: keys.HostKey) -> str:
     command = f"groupwise fleet vm trust {vm.vm_id} {host_key.fingerprint}"
     if vm.host_key is None:
         kind = host_key.type.removeprefix("ssh-").partition("-")[0]
@@ -339,19 +339,19 @@ def _about_key(vm: VM, host_key: keys.HostKey) -> str:
             f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
-        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
+        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand between, or "
         f"it was set up again; nothing is sent there. If the new one is right: `{command}`"
     )
 
 
-def _fingerprint(key: str | None) -> str | None:
+def _key_fingerprint(key: str | None) -> str | None:
     try:
         return None if key is None else keys.parse(key).fingerprint
     except UsageError:  # a row that was written by hand
         return "unreadable"
 
 
-def _tell(
+def _append_event(
     session: Session,
     vm: VM,
     kind: str,
@@ -392,13 +392,13 @@ def _write_gpus(
             )
             session.add(rows[seen_gpu.uuid])
     session.flush()
-    holders = _holders(session, vm.vm_id, asked_at)
-    twins = _twins(session, vm, uuids)
+    holders = _holding_attempts(session, vm.vm_id, asked_at)
+    twins = _find_twins(session, vm, uuids)
     for seen_gpu in {gpu.uuid: gpu for gpu in observation.gpus}.values():
         gpu = rows[seen_gpu.uuid]
-        _copy(gpu, seen_gpu, now)
+        _copy_readings(gpu, seen_gpu, now)
         apps = [app for app in observation.apps if app.uuid == seen_gpu.uuid]
-        verdict = _judge(seen_gpu, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
+        verdict = _judge_gpu(seen_gpu, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
         if uuids.count(seen_gpu.uuid) > 1:
             verdict = Observed.DEGRADED, "its UUID was shown twice"
         if twin := twins.get(gpu.gpu_id):
@@ -420,7 +420,7 @@ def _write_gpus(
     return has_available
 
 
-def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
+def _find_twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
     """GPUs that another machine showed first and still has: gpu_id → that machine. One card cannot be in two machines."""
     own_gpu, first_gpu = aliased(GPU), aliased(GPU)
     rows = session.execute(
@@ -435,7 +435,7 @@ def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
     return dict(rows.all())
 
 
-def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
+def _copy_readings(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
     """Keep constant properties that a probe leaves out; reset changing ones, which are then unknown."""
     gpu.index = seen_gpu.index
     gpu.model = seen_gpu.model or gpu.model
@@ -446,7 +446,7 @@ def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
     gpu.observed_at = now
 
 
-def _judge(
+def _judge_gpu(
     seen_gpu: SeenGPU, apps: list[SeenApp], own_attempts: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
     """Judge from an observation whether a GPU may be used. `own_attempts`: names of our attempts that may be running on it."""
@@ -466,7 +466,7 @@ def _judge(
     return Observed.OK, None
 
 
-def _holders(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
+def _holding_attempts(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
     """Attempts by gpu_id: those (`<job>.<epoch>`) that hold a part of the GPU, or held it when the machine was asked."""
     query = (
         select(Reservation.gpu_id, Reservation.epoch, Attempt.job_id)

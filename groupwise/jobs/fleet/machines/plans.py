@@ -171,7 +171,7 @@ class PrepareOptions:
 
 def plan_of(options: PrepareOptions) -> Plan:
     """Make the plan. Raises UsageError for options that cannot work."""
-    _check(options)
+    _check_options(options)
     wheels = tuple(path.absolute() for path in options.wheels)
     names = _names_of_wheels(wheels)
     if options.lock is not None:
@@ -203,7 +203,7 @@ def plan_of(options: PrepareOptions) -> Plan:
     )
 
 
-def _check(options: PrepareOptions) -> None:
+def _check_options(options: PrepareOptions) -> None:
     """Raise UsageError if an option is wrong, or has no effect together with another."""
     if options.lock is not None and (options.extras or options.also):
         raise UsageError(

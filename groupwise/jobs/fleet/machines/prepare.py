@@ -131,7 +131,7 @@ async def prepare(
     require_usable(machine)
     connection = host or host_of(machine)
     try:
-        return await _build(machine, plan, store, tell, connection)
+        return await _build_environment(machine, plan, store, tell, connection)
     except HostKeyError as error:
         raise PrepareError(
             f"{machine.vm_id}: {error}. Nothing was sent to it; compare the key with the machine's own, then "
@@ -164,14 +164,14 @@ async def prune(
         hello = await runner.hello()
         order = {
             "prune": True,
-            "folder": _environments(hello),
-            "asked_at": _now_of(hello),
+            "folder": _environments_folder(hello),
+            "asked_at": _machine_time(hello),
             "keep": list(await keep()),
         }
         files = await asyncio.to_thread(with_builder, store, {"order.json": as_bytes(order)})
         spec = JobSpec(BUILDER, files=files, artefacts=(), checkpoints=())
         job = f"prune-{machine.vm_id}"[:60].replace(".", "-")
-        result = await _Task(runner, store, job, lambda _: None).run(spec, {}, hello)
+        result = await _BuildTask(runner, store, job, lambda _: None).run(spec, {}, hello)
     except HostError as error:
         raise PrepareError(f"{machine.vm_id} cannot be asked: {error}") from None
     finally:
@@ -208,24 +208,24 @@ def builds_of(machine: Machine, host: Host) -> Runner:
     return Runner(host, root=root, python="python3")
 
 
-def _now_of(hello: Hello) -> float:
+def _machine_time(hello: Hello) -> float:
     """The machine's time by its own clock, or ours if it does not report one."""
     return time.time() if hello.time is None else hello.time
 
 
-def _environments(hello: Hello) -> str:
+def _environments_folder(hello: Hello) -> str:
     """The folder of all environments, as an absolute path of the machine."""
     return posixpath.dirname(hello.root)
 
 
-async def _build(
+async def _build_environment(
     machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host
 ) -> Prepared:
     """Make the environment, unless it exists; repeat that if it took so long that the environment may have been pruned meanwhile."""
     runner = builds_of(machine, host)
     hello = await runner.hello()
     while True:
-        files = await asyncio.to_thread(sent_files, plan, _environments(hello), store)
+        files = await asyncio.to_thread(sent_files, plan, _environments_folder(hello), store)
         spec = JobSpec(
             BUILDER,
             environment=plan.environment,
@@ -235,11 +235,11 @@ async def _build(
             checkpoints=(),
             limits=Limits(time_seconds=plan.time_seconds, grace_seconds=5.0),
         )
-        result = await _Task(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
+        result = await _BuildTask(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
         if "problem" in result:
             raise PrepareError(f"{machine.vm_id} is not prepared: {result['problem']}")
         hello = await runner.hello()
-        if _now_of(hello) - result["at"] <= TAKEN_IN:
+        if _machine_time(hello) - result["at"] <= TAKEN_IN:
             break
         tell("that was a while ago; looking whether it is still there")
     return Prepared(
@@ -255,7 +255,7 @@ async def _build(
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-class _Task:
+class _BuildTask:
     """A command on a machine, followed to its end. If one of the same name is running there, that one is followed instead."""
 
     def __init__(self, runner: Runner, store: BlobStore, job: str, tell: Tell) -> None:
@@ -264,20 +264,20 @@ class _Task:
     async def run(self, spec: JobSpec, secrets: Mapping[str, str], hello: Hello) -> dict[str, Any]:
         """Run or follow the build. Returns the builder's `result.json`, or {"problem"} with the reason why there is none."""
         attempts = await self._attempts_there()
-        state = _live(attempts)
+        state = _live_attempt(attempts)
         if state is not None:
             self.tell("it is being made already, by another `vm prepare`; what follows is its log")
         else:
             # The runner refuses an epoch that it has seen before, whether that attempt has ended or not.
-            epoch = max([int(_now_of(hello)), *(attempt.epoch + 1 for attempt in attempts)])
-            state = await self._begin(spec, secrets, epoch)
+            epoch = max([int(_machine_time(hello)), *(attempt.epoch + 1 for attempt in attempts)])
+            state = await self._start_attempt(spec, secrets, epoch)
         state = await _Follower(self.runner, self.tell).follow(state)
         try:
             data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
             result = dict(json.loads(data))
         except (RunnerRefused, ValueError):
-            result = {"problem": _failure_of(state)}
-        await self._tidy(state, spec.files)
+            result = {"problem": _failure_reason(state)}
+        await self._remove_earlier_builds(state, spec.files)
         return result
 
     async def _attempts_there(self) -> list[MemberState]:
@@ -285,27 +285,27 @@ class _Task:
         observation = await self.runner.observe(probe=NO_PROBE)
         return [state for state in observation.attempts if state.job == self.job]
 
-    async def _begin(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
+    async def _start_attempt(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
         """Launch the attempt, or return the state of one that another caller has launched first."""
         for round_number in range(LAUNCHES):
             sent_bytes = await self.runner.provide(self.store, spec.files)
             if sent_bytes:
                 self.tell(f"sent {sent_bytes / 1e6:.1f} MB")
-            state = await self._launch(Launch(self.job, epoch, spec, secrets=secrets))
+            state = await self._launch_attempt(Launch(self.job, epoch, spec, secrets=secrets))
             if state is None:
                 continue
             if state.refused is None:
                 return state
             if state.refused.code != "lower_epoch":
                 raise PrepareError(f"the machine's runner refuses: {state.refused.message}")
-            live = _live(await self._attempts_there())
+            live = _live_attempt(await self._attempts_there())
             if live is not None:
                 return live
             # A build has just ended, or the machine's clock was set back by an unknown amount.
             epoch += 1 << 6 * round_number
         raise PrepareError("others begin builds there again and again; try again")
 
-    async def _launch(self, launch: Launch) -> MemberState | None:
+    async def _launch_attempt(self, launch: Launch) -> MemberState | None:
         """The state after the launch. None: some of its files have just been swept from the machine."""
         started_at = time.monotonic()
         while True:
@@ -321,7 +321,7 @@ class _Task:
                     raise
                 await asyncio.sleep(AGAIN)
 
-    async def _tidy(self, own_state: MemberState, files: Manifest) -> None:
+    async def _remove_earlier_builds(self, own_state: MemberState, files: Manifest) -> None:
         """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
         finished_at = (
             own_state.exit.finished_at if own_state.exit is not None else None
@@ -345,12 +345,12 @@ class _Task:
             pass  # files that remain take space and do no harm; the next build tries again
 
 
-def _live(states: Sequence[MemberState]) -> MemberState | None:
+def _live_attempt(states: Sequence[MemberState]) -> MemberState | None:
     alive = [state for state in states if state.state in ALIVE]
     return alive[-1] if alive else None
 
 
-def _failure_of(state: MemberState) -> str:
+def _failure_reason(state: MemberState) -> str:
     """The reason why a build ended without a result."""
     exit_record = state.exit
     if state.state == RunnerState.REBOOTED:
@@ -378,7 +378,7 @@ class _Follower:
         """Follow it until it has ended. Raises HostError if the machine stays silent for CONNECTION_TIMEOUT."""
         while True:
             try:
-                await self._read(state)
+                await self._read_log(state)
                 if state.state not in ALIVE:
                     return state
                 known = Known(state.state, self._offset, clock=state.clock)
@@ -386,7 +386,7 @@ class _Follower:
                     {(state.job, state.epoch): known}, seconds=WAIT
                 ):
                     state = new_state
-                self._heard()
+                self._note_contact()
             except (HostUnreachable, OutcomeUnknown) as error:
                 now = time.monotonic()
                 if self._silent_since is None:
@@ -398,11 +398,11 @@ class _Follower:
                     raise
                 await asyncio.sleep(AGAIN)
 
-    async def _read(self, state: MemberState) -> None:
+    async def _read_log(self, state: MemberState) -> None:
         """Read the log up to its present end. An attempt that has ended writes no more, so this is then the whole log."""
         while True:
             part = await self.runner.log(state.job, state.epoch, self._offset)
-            self._heard()
+            self._note_contact()
             if not part.data:
                 break
             self._offset += len(part.data)
@@ -412,7 +412,7 @@ class _Follower:
         if state.state not in ALIVE and self._rest:
             self.tell(self._rest.decode("utf-8", "replace"))
 
-    def _heard(self) -> None:
+    def _note_contact(self) -> None:
         if self._silent_since is not None:
             self.tell("the connection is back")
         self._silent_since = None

@@ -70,19 +70,19 @@ def ids_in(message: bytes) -> frozenset[str]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return frozenset()
-    return frozenset(name for name in _names(document, DEEPEST) if JOB_ID.fullmatch(name))
+    return frozenset(name for name in _ids_within(document, DEEPEST) if JOB_ID.fullmatch(name))
 
 
-def _names(document: Any, depth: int) -> Iterator[str]:
+def _ids_within(document: Any, depth: int) -> Iterator[str]:
     if isinstance(document, str):
         yield document
     elif isinstance(document, dict) and depth:
         fields = cast("dict[str, Any]", document)
         for key in ("job_id", "job_ids"):
-            yield from _names(fields.get(key), depth - 1)
+            yield from _ids_within(fields.get(key), depth - 1)
     elif isinstance(document, list) and depth:
         for entry in cast("list[Any]", document):
-            yield from _names(entry, depth - 1)
+            yield from _ids_within(entry, depth - 1)
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
@@ -93,15 +93,15 @@ def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
     size = 2
     for name in filter(JOB_ID.fullmatch, job_ids):  # ids are ASCII: one byte for each letter
         if batch and size + len(name) + 3 > largest:
-            yield _message(batch)
+            yield _encode_ids(batch)
             batch, size = [], 2
         batch.append(name)
         size += len(name) + 3
     if batch:
-        yield _message(batch)
+        yield _encode_ids(batch)
 
 
-def _message(job_ids: Sequence[str]) -> bytes:
+def _encode_ids(job_ids: Sequence[str]) -> bytes:
     if len(job_ids) == 1:
         return job_ids[0].encode()
     return json.dumps(list(job_ids), separators=(",", ":")).encode()

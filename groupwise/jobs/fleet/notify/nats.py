@@ -45,12 +45,12 @@ KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
 logger = logging.getLogger(__name__)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_no_late_pong(record: logging.LogRecord) -> bool:
     """Filter out a pong that came after its ping timed out: that ends the reader of nats-py, which our own pings detect."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
 
 
-logging.getLogger(Client.__module__).addFilter(_is_news)
+logging.getLogger(Client.__module__).addFilter(_is_no_late_pong)
 
 
 class NatsAway(Exception):
@@ -160,7 +160,7 @@ class NatsLink:
     def open(self) -> None:
         """Start to connect in the background, and stay connected."""
         if self._connecting is None:
-            self._connecting = asyncio.create_task(self._keep())
+            self._connecting = asyncio.create_task(self._keep_connected())
 
     def listen(self) -> None:
         """Start to receive messages that are published on the subject."""
@@ -195,7 +195,7 @@ class NatsLink:
                 await client.rtt()
                 await client.rtt()
         except Exception as error:
-            raise NatsAway(f"NATS at {self._access.shown}: {_describe(error)}") from error
+            raise NatsAway(f"NATS at {self._access.shown}: {_describe_error(error)}") from error
         for subject, _ in texts:
             self._refused.pop(subject, None)
         if self._refusals:
@@ -207,7 +207,7 @@ class NatsLink:
         await cancel_and_wait(self._connecting)
         self._connecting = None
 
-    async def _keep(self) -> None:
+    async def _keep_connected(self) -> None:
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             client = Client()
@@ -222,13 +222,13 @@ class NatsLink:
                 if self._was_there is not True:
                     logger.info("NATS at %s is there", self._access.shown)
                 self._was_there = True
-                await self._stay(client)
+                await self._stay_connected(client)
             except Exception as error:  # noqa: BLE001 — a foreign server and its library may raise anything: the fleet continues without
-                reason = _describe(self._last_error or error)
+                reason = _describe_error(self._last_error or error)
             finally:
                 self._client = None
                 self._there.clear()
-                await _closed(client)
+                await _close_client(client)
             self._tried.set()
             if self._was_there is not False:
                 logger.log(
@@ -253,13 +253,13 @@ class NatsLink:
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
                 connect_timeout=CONNECTING,
-                closed_cb=self._closed,
+                closed_cb=self._on_closed,
                 error_cb=self._on_error,
                 **credentials(self._access),
             )
             await client.rtt()
 
-    async def _stay(self, client: Client) -> None:
+    async def _stay_connected(self, client: Client) -> None:
         """Return when the connection has ended; raise when the server stops answering."""
         subscribed = False
         while not client.is_closed:
@@ -268,24 +268,24 @@ class NatsLink:
                 subscribed = True
                 await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
                     self._subject,
-                    cb=self._hear,
+                    cb=self._on_message,
                     pending_msgs_limit=KEPT_MESSAGES,
                     pending_bytes_limit=KEPT_BYTES,
                 )
             await client.rtt(timeout=ANSWERING)
             await wait_at_most(CHECKED, self._stirred)
 
-    async def _hear(self, message: Msg) -> None:
+    async def _on_message(self, message: Msg) -> None:
         if self._heard is not None:
             self._heard(message.data)
 
-    async def _closed(self) -> None:
+    async def _on_closed(self) -> None:
         self._stirred.set()
 
     async def _on_error(self, error: Exception) -> None:
         """Handle errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
         self._last_error = error
-        message = _describe(error)
+        message = _describe_error(error)
         if not self.is_there or "permissions" not in message.lower():
             return
         if "publish" in message.lower():  # rather than a subscription
@@ -309,7 +309,7 @@ class NatsDoorbell:
         """Start to connect in the background: ids that are rung from now on are sent as soon as there is a server."""
         self._link.open()
         if self._sender is None:
-            self._sender = asyncio.create_task(self._send())
+            self._sender = asyncio.create_task(self._send_unsent())
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`. Sent once `open` or `wait` was called; kept until then, up to a bound."""
@@ -331,15 +331,15 @@ class NatsDoorbell:
             with suppress(NatsAway, TimeoutError):
                 async with asyncio.timeout(SENDING):
                     await self._link.until_tried()
-                    await self._publish(rung)
+                    await self._publish_ids(rung)
         await self._link.close()
 
-    async def _send(self) -> None:
+    async def _send_unsent(self) -> None:
         while True:
             await self._link.until_there()
             rung = await self._unsent.wait(None)
             try:
-                await self._publish(rung)
+                await self._publish_ids(rung)
             except NatsRefused:
                 pass  # it would be refused again; the link has logged it, and sweeps find the jobs
             except NatsAway:
@@ -349,12 +349,12 @@ class NatsDoorbell:
                 self._unsent.put(rung)
                 raise
 
-    async def _publish(self, ids: frozenset[str]) -> None:
+    async def _publish_ids(self, ids: frozenset[str]) -> None:
         texts = [(self._subject, text) for text in messages(sorted(ids), SENT)]
         await self._link.publish(texts, SENDING)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
@@ -374,7 +374,7 @@ def credentials(access: NatsAccess) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-async def _closed(client: Client) -> None:
+async def _close_client(client: Client) -> None:
     with suppress(Exception):  # the client is given up, in any state
         async with asyncio.timeout(CONNECTING):
             await client.close()

@@ -56,7 +56,7 @@ class PostgresDoorbell:
     def open(self) -> None:
         """See `Doorbell`."""
         if self._sender is None:
-            self._sender = asyncio.create_task(self._keep_connected(self._send))
+            self._sender = asyncio.create_task(self._keep_connected(self._send_unsent))
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
@@ -117,7 +117,7 @@ class PostgresDoorbell:
         finally:
             self.is_listening = False
 
-    async def _send(self, connection: Connection) -> None:
+    async def _send_unsent(self, connection: Connection) -> None:
         while True:
             rung = await self._unsent.wait(None)
             try:

@@ -53,14 +53,14 @@ from groupwise.jobs.fleet.queue.fair_share import (
 )
 from groupwise.jobs.fleet.queue.request import (
     COMMAND,
-    Beyond,
     Columns,
     InvalidRequest,
     JobRequest,
-    beyond_from_document,
+    RequestDocument,
     columns_from_row,
     dependency,
     problems,
+    request_document_from,
 )
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
@@ -113,12 +113,12 @@ def submit(
     Repeating a request with the same `idempotency_key` or `job_id` returns the existing job; a different request is refused: Refusal
     `idempotency_key_reused` for the key, UsageError for the id.
     """
-    _check(request, project)
+    _check_texts(request, project)
     digest = _digest(project, [request])
-    return _submit(session, request, digest, actor, project, job_id, idempotency_key, allowed)
+    return _submit_one(session, request, digest, actor, project, job_id, idempotency_key, allowed)
 
 
-def _submit(
+def _submit_one(
     session: Session,
     request: JobRequest,
     digest: str,
@@ -129,19 +129,19 @@ def _submit(
     allowed: AllowedSecrets,
 ) -> Job:
     if job_id is not None and not JOB_ID.fullmatch(job_id):
-        raise UsageError(_bad_id(job_id))
-    if (existing := _same(session, project, job_id, idempotency_key, digest)) is not None:
+        raise UsageError(_invalid_id_message(job_id))
+    if (existing := _find_existing(session, project, job_id, idempotency_key, digest)) is not None:
         return existing
     job = Job(**_new_row(request, digest, actor, project, job_id or _new_id(), idempotency_key))
     try:
         with session.begin_nested():
             session.add(job)
     except IntegrityError:  # another process has just submitted it
-        existing = _same(session, project, job_id, idempotency_key, digest)
+        existing = _find_existing(session, project, job_id, idempotency_key, digest)
         if existing is None:
             raise
         return existing
-    events.append(session, **_submission(actor, project, job.job_id))
+    events.append(session, **_submission_event(actor, project, job.job_id))
     admit(session, [job.job_id], allowed)
     session.refresh(job)
     return job
@@ -183,14 +183,14 @@ def _submit_portion(
     allowed: AllowedSecrets,
 ) -> Iterator[Job]:
     """Insert, admit and yield up to PORTION jobs; those that were submitted before with their key are yielded unchanged."""
-    jobs_by_key = _by_key(session, project, [key for _, key in portion if key is not None])
+    jobs_by_key = _find_by_key(session, project, [key for _, key in portion if key is not None])
     ids: list[str] = []
     rows: list[dict[str, Any]] = []
     refusal: UsageError | Refusal | None = None
     for request, key in portion:
         try:
-            _check(request, project)
-            existing = _same_request(None if key is None else jobs_by_key.get(key), None, digest)
+            _check_texts(request, project)
+            existing = _require_same_request(None if key is None else jobs_by_key.get(key), None, digest)
         except (UsageError, Refusal) as error:
             refusal = error  # raised at the end: earlier requests may be invalid too
             break
@@ -203,11 +203,11 @@ def _submit_portion(
                 session.execute(insert(Job), rows)
         except IntegrityError:  # another process has just submitted one of them: find out which
             for request, key in portion:
-                _check(request, project)
-                yield _submit(session, request, digest, actor, project, None, key, allowed)
+                _check_texts(request, project)
+                yield _submit_one(session, request, digest, actor, project, None, key, allowed)
             return
     new_ids = [row["job_id"] for row in rows]
-    events.append_many(session, [_submission(actor, project, job_id) for job_id in new_ids])
+    events.append_many(session, [_submission_event(actor, project, job_id) for job_id in new_ids])
     _admit(session, new_ids, allowed)
     query = select(Job).where(Job.job_id.in_(ids)).execution_options(populate_existing=True)
     jobs_by_id = {job.job_id: job for job in session.scalars(query)}
@@ -216,7 +216,7 @@ def _submit_portion(
         raise refusal
 
 
-def _check(request: JobRequest, project: str) -> None:
+def _check_texts(request: JobRequest, project: str) -> None:
     """Raise InvalidRequest if a text cannot be stored in the database."""
     columns, document = request.columns(), request.document()
     if problems := [*text_problems({**columns, **document, "project": project}, "")]:
@@ -245,18 +245,18 @@ def _new_row(
     }
 
 
-def _submission(actor: str, project: str, job_id: str) -> dict[str, Any]:
+def _submission_event(actor: str, project: str, job_id: str) -> dict[str, Any]:
     """The event of a submission."""
     detail = {"project": project}
     return {"actor": actor, "kind": events.JOB_SUBMITTED, "job_id": job_id, "detail": detail}
 
 
-def _same(
+def _find_existing(
     session: Session, project: str, job_id: str | None, key: str | None, digest: str
 ) -> Job | None:
     """The existing job of the same request, if any. Raises if the key or id belongs to another request."""
     if key is not None:
-        existing = _same_request(_by_key(session, project, [key]).get(key), job_id, digest)
+        existing = _require_same_request(_find_by_key(session, project, [key]).get(key), job_id, digest)
         if existing is not None:
             return existing
     existing = None if job_id is None else session.get(Job, job_id)
@@ -267,7 +267,7 @@ def _same(
     return existing
 
 
-def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Job]:
+def _find_by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Job]:
     """The project's jobs with these idempotency keys."""
     if not keys:
         return {}
@@ -275,7 +275,7 @@ def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Jo
     return {job.idempotency_key or "": job for job in session.scalars(query)}
 
 
-def _same_request(existing: Job | None, job_id: str | None, digest: str) -> Job | None:
+def _require_same_request(existing: Job | None, job_id: str | None, digest: str) -> Job | None:
     """The job of a key, if this is the same request again. Raises `idempotency_key_reused` otherwise."""
     if existing is None:
         return None
@@ -288,7 +288,7 @@ def _new_id() -> str:
     return "job-" + base64.b32encode(secrets.token_bytes(8)).decode()[:12].lower()
 
 
-def _bad_id(job_id: str) -> str:
+def _invalid_id_message(job_id: str) -> str:
     return (
         f"job_id {job_id[:100]!r}: letters, digits, `_` and `-` are wanted, at most 80, a letter or digit first, "
         "since it names folders on the machines"
@@ -315,14 +315,14 @@ def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOL
     admitted, stuck = 0, set[str]()
     for _ in range(PASSES):
         stuck_before = len(stuck)
-        new_ids = _new(session, limit - admitted, stuck)
+        new_ids = _unadmitted_ids(session, limit - admitted, stuck)
         admitted += _admit(session, new_ids, allowed, stuck)
         if len(stuck) == stuck_before or admitted == limit:
             break
     return admitted
 
 
-def _new(session: Session, limit: int, excluded: Collection[str]) -> Sequence[str]:
+def _unadmitted_ids(session: Session, limit: int, excluded: Collection[str]) -> Sequence[str]:
     """Ids of the oldest jobs that are not admitted yet and that no other dispatcher is admitting now."""
     query = (
         select(Job.job_id)
@@ -376,7 +376,7 @@ def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -
     ):  # a bad value may have to go before any update
         try:
             with session.begin_nested():
-                _refuse(session, variant, reasons)
+                _refuse_row(session, variant, reasons)
             logged_ids.discard(job_id)
             return 1
         except (DataError, IntegrityError) as database_error:
@@ -390,28 +390,28 @@ def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -
 
 def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
     """Admit or refuse each of these jobs; returns for how many of them a decision was possible."""
-    rows = _rows(session, ids)
+    rows = _read_rows(session, ids)
     if not rows:
         return 0
     fleet = _Fleet(session, rows, allowed)
     admitted: list[_Admitted] = []
     refused_count = 0
     for row in rows:
-        decision = _answer(row, fleet)
+        decision = _decide(row, fleet)
         if isinstance(decision, _Admitted):
             admitted.append(decision)
         elif decision:
-            _refuse(session, row, decision)
+            _refuse_row(session, row, decision)
             refused_count += 1
     accepted: list[_Admitted] = []
     for job in admitted:
         project = fleet.projects[job.project]
         if (problem := project.full("submit it again")) is not None:
-            _refuse(session, job.row, [problem])
+            _refuse_row(session, job.row, [problem])
         else:
             project.waiting += 1
             accepted.append(job)
-    _freeze(session, accepted, fleet)
+    _write_admitted(session, accepted, fleet)
     return len(admitted) + refused_count
 
 
@@ -473,23 +473,23 @@ class _Fleet:
         self.projects_of_jobs = dict(session.execute(query).all()) if predecessor_ids else {}
 
 
-def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
+def _decide(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     """The decision on a row, or a list of its problems; an empty list if it cannot be decided yet."""
     errors = [f"{name}: {problem}" for name, problem in row.unreadable.items()]
     if not JOB_ID.fullmatch(row.job_id):
-        errors.append(_bad_id(row.job_id))
+        errors.append(_invalid_id_message(row.job_id))
     columns: Columns | None = None
     try:
         columns = columns_from_row(row.values)
     except InvalidRequest as error:
         errors += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
-    document = _beyond(row, errors)
+    document = _parse_document(row, errors)
     if columns is None or document is None:
         return errors
     errors += [
         *path_problems("output_dir", columns.output_dir),
         *problems(document),
-        *_follows(row, columns, document, fleet),
+        *_predecessor_problems(row, columns, document, fleet),
     ]
     errors += [] if errors else fleet.allowed.problems(document.secrets)
     if errors:
@@ -499,23 +499,23 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
         spec = kinds.expand({**values, "job_id": row.job_id, "request": row.values["request"]})
     except UsageError as error:
         return str(error).splitlines() or [type(error).__name__]
-    return _admitted(row, spec, document, fleet)
+    return _admit_row(row, spec, document, fleet)
 
 
-def _beyond(row: _Row, errors: list[str]) -> Beyond | None:
+def _parse_document(row: _Row, errors: list[str]) -> RequestDocument | None:
     """The request's document beyond the columns; None if it is invalid, with the reasons added to `errors`."""
     if row.request is None:
         if "request" not in row.unreadable:
             errors.append("request: a JSON object is wanted, {} where there is nothing to say")
         return None
     try:
-        return beyond_from_document(row.request)
+        return request_document_from(row.request)
     except InvalidRequest as error:
         errors += [f"request.{problem}" for problem in error.problems]
         return None
 
 
-def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
+def _predecessor_problems(row: _Row, columns: Columns, beyond: RequestDocument, fleet: _Fleet) -> list[str]:
     """Check the jobs that this one is to follow."""
     errors: list[str] = []
     for entry in beyond.after:
@@ -527,7 +527,7 @@ def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list
     return errors
 
 
-def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admitted | list[str]:
+def _admit_row(row: _Row, spec: JobSpec, beyond: RequestDocument, fleet: _Fleet) -> _Admitted | list[str]:
     """The decision on a valid row; an empty list while the default number of GPUs is unknown."""
     resources = beyond.resources
     if resources.settled(0) != resources.settled(1):
@@ -562,7 +562,7 @@ def _gpus_by_default(session: Session) -> int | None:
 # --- rows as the database holds them --------------------------------------------------------------
 
 
-def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
+def _read_rows(session: Session, ids: Sequence[str]) -> list[_Row]:
     """The rows of these jobs, in this order.
 
     SQLite may hold values of the wrong type, and a mapped row fails as a whole if one of them cannot be read, so columns are read one by
@@ -581,7 +581,7 @@ def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
     dialect = session.get_bind().dialect
     if dialect.name != "sqlite":
         return [_Row(dict(values)) for values in mappings]
-    return [_row(dict(values), dialect) for values in mappings]
+    return [_parse_row(dict(values), dialect) for values in mappings]
 
 
 _TYPE_NAMES = {
@@ -594,14 +594,14 @@ _TYPE_NAMES = {
 }
 
 
-def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
+def _parse_row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
     """A row of SQLite, in which any column may hold a value of any type."""
     values: dict[str, Any] = {}
     unreadable: dict[str, str] = {}
     for column in _JOBS.columns:
         name = column.name
         try:
-            values[name] = _value(column.type, raw[name], dialect)
+            values[name] = _parse_value(column.type, raw[name], dialect)
         except (ValueError, TypeError):
             expected = _TYPE_NAMES[_type_of(column.type)]
             unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {expected}"
@@ -609,7 +609,7 @@ def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
     return _Row(values, unreadable)
 
 
-def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
+def _parse_value(kind: Any, value: Any, dialect: Dialect) -> Any:
     """The value of a column as a mapped row has it; ValueError or TypeError if it has another type."""
     expected = _type_of(kind)
     if expected is datetime and value is not None and not _TIME.fullmatch(str(value)):
@@ -637,13 +637,13 @@ def _type_of(kind: Any) -> type:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _refuse(session: Session, row: _Row, errors: Sequence[str]) -> None:
+def _refuse_row(session: Session, row: _Row, errors: Sequence[str]) -> None:
     """Fail the job before it starts. Unreadable columns get their defaults, since no query could read the row otherwise."""
-    repaired = {name: _default(name) for name in row.unreadable}
+    repaired = {name: _column_default(name) for name in row.unreadable}
     for name in ("request", "hyperparams"):
         value = row.values.get(name)
         if value is not None and not isinstance(value, dict):
-            repaired[name] = _default(name)
+            repaired[name] = _column_default(name)
     reason = "\n".join(errors)[:MAX_REASON_LENGTH]
     if row.values["status"] == JobStatus.HELD:  # a held job cannot fail; it is released first
         values = {**repaired, "status": JobStatus.QUEUED}
@@ -673,7 +673,7 @@ def _refuse(session: Session, row: _Row, errors: Sequence[str]) -> None:
     )
 
 
-def _default(name: str) -> ColumnElement[Any]:
+def _column_default(name: str) -> ColumnElement[Any]:
     """The value that the database itself would put into a column of `jobs`."""
     default: Any = _JOBS.columns[name].server_default
     if default is None:
@@ -686,7 +686,7 @@ def no_room(session: Session, project: str, ahead: int = 0) -> str | None:
     return _lock_projects(session, [project])[project].full("retry it", ahead)
 
 
-def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
+def _write_admitted(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
     """Write command, resources and place of each job, with an event, and the progress of its project's queue."""
     if not jobs:
         return
@@ -744,7 +744,7 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
 
 
 @dataclass(slots=True)
-class _Share:
+class _ProjectShare:
     """A project's limit of waiting jobs and its place in the queue."""
 
     name: str
@@ -764,7 +764,7 @@ class _Share:
         )
 
 
-def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share]:
+def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _ProjectShare]:
     """The projects, created if necessary, and locked: no other process ranks their jobs until this transaction ends."""
     sorted_names = sorted(names)
     waiting_count = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
@@ -781,7 +781,7 @@ def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share
         .with_for_update(key_share=True)
     ).all()
     return {
-        row.name: _Share(
+        row.name: _ProjectShare(
             row.name,
             row.max_waiting,
             0

@@ -69,7 +69,7 @@ class Quota:
 
     def has_room_for(self, resources: Resources) -> bool:
         """True if the quota has room for all GPUs of the job, assuming that the project shares none of them already."""
-        gpus = _gpus_of(resources)
+        gpus = _gpu_total(resources)
         return not gpus or self.used + gpus <= self.most
 
 
@@ -100,10 +100,10 @@ class View:
         """Find room for a job, or return the reasons why there is none."""
         if (quota_reason := self.over_quota(resources, project)) is not None:
             return quota_reason
-        open_machines = self._open_to(resources, project, self.machines.values())
+        open_machines = self._machines_open_to(resources, project, self.machines.values())
         held_before = self.held_before(key)
         placement = place(resources, open_machines, held_for_others=held_before, avoid=avoid)
-        if isinstance(placement, Blocked) and self._may_take_no_more(resources, project):
+        if isinstance(placement, Blocked) and self._exceeds_quota(resources, project):
             quota_use, share = self._quota_use(project), resources.share_mb
             return Blocked((f"{quota_use}, and those have no room for a share of {share} MB",))
         return placement
@@ -114,7 +114,7 @@ class View:
         """The same placement without reasons. Faster: machines with nothing free, which are most of a full fleet, are skipped."""
         if self.over_quota(resources, project):
             return None
-        open_to_it = self._open_to(resources, project, self._with_room())
+        open_to_it = self._machines_open_to(resources, project, self._machines_with_room())
         return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
@@ -130,9 +130,9 @@ class View:
     def is_full(self, after: RankKey | None = None) -> bool:
         """True if nothing is free, for any job or for jobs after `after`; none of them needs to be tried then."""
         held_before = NOTHING_HELD if after is None else self.held_before(after)
-        return not any(has_room(machine, held_before) for machine in self._with_room())
+        return not any(has_room(machine, held_before) for machine in self._machines_with_room())
 
-    def _with_room(self) -> list[Machine]:
+    def _machines_with_room(self) -> list[Machine]:
         names = self.machines if self.roomy is None else self.roomy
         self.roomy = [name for name in names if has_room(self.machines[name])]
         return [self.machines[name] for name in self.roomy]
@@ -140,10 +140,10 @@ class View:
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
         """The reason why the project's quota forbids the job on every machine, if it does. A share may use a GPU that the project
         shares."""
-        quota, gpus = self.quotas.get(project), _gpus_of(resources)
+        quota, gpus = self.quotas.get(project), _gpu_total(resources)
         if quota is None or quota.has_room_for(resources):
             return None
-        if resources.share_mb is not None and self._shared_by(project):
+        if resources.share_mb is not None and self._gpus_shared_by(project):
             return None
         return Blocked(
             (f"{self._quota_use(project)}, {gpus} wanted",),
@@ -154,11 +154,11 @@ class View:
         quota = self.quotas[project]
         return f"project {project} uses {quota.used} of its {quota.most} GPUs"
 
-    def _may_take_no_more(self, resources: Resources, project: str) -> bool:
+    def _exceeds_quota(self, resources: Resources, project: str) -> bool:
         quota = self.quotas.get(project)
         return quota is not None and not quota.has_room_for(resources)
 
-    def _shared_by(self, project: str) -> frozenset[int]:
+    def _gpus_shared_by(self, project: str) -> frozenset[int]:
         """gpu_id of each GPU of which the project holds shares."""
         held_gpus = self.quotas[project].held
         return frozenset(
@@ -168,7 +168,7 @@ class View:
             if gpu.gpu_id in held_gpus and not gpu.whole
         )
 
-    def _open_to(
+    def _machines_open_to(
         self, resources: Resources, project: str, machines: Iterable[Machine]
     ) -> Iterable[Machine]:
         """The machines as the job may use them: those kept for other projects are closed, and a project with an exhausted quota sees only
@@ -179,9 +179,9 @@ class View:
             else replace(machine, closed=True)
             for machine in machines
         ]
-        if not self._may_take_no_more(resources, project):
+        if not self._exceeds_quota(resources, project):
             return machines
-        shared_gpus = self._shared_by(project)
+        shared_gpus = self._gpus_shared_by(project)
         with_shared_gpus = (
             (machine, tuple(g for g in machine.gpus if g.gpu_id in shared_gpus))
             for machine in machines
@@ -204,52 +204,52 @@ class View:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
         if all(other_key != key for other_key, _ in self.held):
             held_before = self.held_before(key)
-            open_machines = self._open_to(resources, project, self.machines.values())
+            open_machines = self._machines_open_to(resources, project, self.machines.values())
             withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
             if withheld.gpus or withheld.slots:
                 self.held.append((key, withheld))
                 self.held.sort(key=lambda entry: entry[0])
 
 
-def _gpus_of(resources: Resources) -> int:
+def _gpu_total(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
 def view(session: Session, projects: Collection[str]) -> View:
     """Read the free capacity, the withheld capacity, and the quotas of these projects."""
     now = seconds(session)
-    waiting_jobs = _patient(session, now)
+    waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     in_use = _sum_reservations(session, None)
     limits = {
         name: Quota(
             max_gpus, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
         )
-        for name, max_gpus in _limits(session, counted_projects).items()
+        for name, max_gpus in _read_quotas(session, counted_projects).items()
     }
-    return View(now, _machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
+    return View(now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
 
 
 def machines(
     session: Session, now: float, vm_ids: Collection[str] | None = None
 ) -> dict[str, Machine]:
     """Read the machines of the fleet, or only `vm_ids`, as placement sees them."""
-    return _machines(session, now, vm_ids, _sum_reservations(session, vm_ids))
+    return _read_machines(session, now, vm_ids, _sum_reservations(session, vm_ids))
 
 
-def _machines(
-    session: Session, now: float, vm_ids: Collection[str] | None, in_use: _Taken
+def _read_machines(
+    session: Session, now: float, vm_ids: Collection[str] | None, in_use: _Usage
 ) -> dict[str, Machine]:
     is_selected = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
     rows = session.execute(select(*_VM_COLUMNS).where(is_selected)).all()
-    gpus = _gpus(session, vm_ids, in_use)
+    gpus = _read_gpus(session, vm_ids, in_use)
     by_name: dict[str, Machine] = {}
     for row in rows:
         facts: Mapping[str, Any] = row.facts or {}
         strays = untracked_processes.holding(facts)
         engine = elastic_of(row.engine)
         usable_gpus = (
-            () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+            () if engine else tuple(_without_untracked(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
         )
         slots = (
             engine.said.slots
@@ -260,7 +260,7 @@ def _machines(
         by_name[row.vm_id] = Machine(
             vm_id=row.vm_id,
             gpus=usable_gpus,
-            trouble=_trouble(row, now) or (engine and engine.problem),
+            trouble=_machine_problem(row, now) or (engine and engine.problem),
             projects=kept_for(row.projects),
             slots=slots,
             taken_slots=strays.slots.intersection(range(slots)).union(
@@ -268,9 +268,9 @@ def _machines(
             ),
             labels={name: str(value) for name, value in labels.items()},
             prepared=row.python != UNPREPARED,
-            cpus=_whole(facts.get("cpus")),
-            ram_mb=_whole(facts.get("ram_mb")),
-            disk_free_mb=_whole(facts.get("disk_free_mb")),
+            cpus=_as_integer(facts.get("cpus")),
+            ram_mb=_as_integer(facts.get("ram_mb")),
+            disk_free_mb=_as_integer(facts.get("disk_free_mb")),
             promised_cpus=in_use.cpus.get(row.vm_id, 0),
             promised_ram_mb=in_use.ram_mb.get(row.vm_id, 0),
             engine=engine,
@@ -278,7 +278,7 @@ def _machines(
     return by_name
 
 
-def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
+def _without_untracked(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
     """The GPU without the part that untracked attempts hold."""
     share = strays.shares_mb.get(gpu.uuid, 0)
     if not share and gpu.uuid not in strays.whole:
@@ -313,7 +313,7 @@ def kept_for(column: Any) -> frozenset[str] | None:
     return frozenset(map(str, projects))
 
 
-def _trouble(row: Any, now: float) -> str | None:
+def _machine_problem(row: Any, now: float) -> str | None:
     """The reason why no new job is placed on a machine; None: there is none."""
     problem = f": {row.problem}" if row.problem else ""
     age, stale = now - row.observed_round, stale_after(row.facts)
@@ -342,7 +342,7 @@ def stale_after(facts: Mapping[str, Any] | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Usage:
     """Capacity that open reservations hold: GPUs by gpu_id, slots and promises by vm_id."""
 
     whole: set[int] = field(default_factory=set[int])
@@ -367,7 +367,7 @@ GPUS_OF_ENGINE = case(
 """The GPUs requested from an engine, for the reservation of a slot. A job in a CPU slot of a machine has requested none."""
 
 
-def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Taken:
+def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Usage:
     """Sum up the open reservations of the fleet, or of these machines."""
     # Outer joins keep PostgreSQL from starting with the jobs table, which has many more rows than reservations.
     query = (
@@ -390,7 +390,7 @@ def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Take
     )
     if vm_ids is not None:
         query = query.where(Reservation.vm_id.in_(vm_ids))
-    totals, members = _Taken(), set[tuple[str, int]]()
+    totals, members = _Usage(), set[tuple[str, int]]()
     for row in session.execute(query):
         if row.gpu_id is None:
             totals.slots.setdefault(row.vm_id, set()).add(row.slot)
@@ -410,8 +410,8 @@ def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Take
     return totals
 
 
-def _gpus(
-    session: Session, vm_ids: Collection[str] | None, in_use: _Taken
+def _read_gpus(
+    session: Session, vm_ids: Collection[str] | None, in_use: _Usage
 ) -> dict[str, list[MachineGPU]]:
     """The GPUs of each machine, by index."""
     query = select(
@@ -437,7 +437,7 @@ def _gpus(
                 uuid,
                 model,
                 memory_mb,
-                trouble=_gpu_trouble(observed, detail, quarantined),
+                trouble=_gpu_problem(observed, detail, quarantined),
                 whole=gpu_id in in_use.whole,
                 shares_mb=in_use.shares.get(gpu_id, 0),
             )
@@ -453,7 +453,7 @@ _OBSERVED: Mapping[str, str] = {
 }
 
 
-def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> str | None:
+def _gpu_problem(observed: str, detail: str | None, quarantined: str | None) -> str | None:
     """The reason why a GPU is given to no new job; None: there is none."""
     if quarantined is not None:
         return f"is quarantined: {quarantined}"
@@ -463,7 +463,7 @@ def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> 
     return f"{state} ({detail})" if detail else state
 
 
-def _whole(value: Any) -> int | None:
+def _as_integer(value: Any) -> int | None:
     """A number that a runner reported, as an integer; None for anything else."""
     return int(value) if isinstance(value, int | float) else None
 
@@ -485,7 +485,7 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     """The quotas of those of these projects that have one."""
-    limits = _limits(session, projects)
+    limits = _read_quotas(session, projects)
     if not limits:
         return {}
     reserved = (
@@ -508,14 +508,14 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     }
 
 
-def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
+def _read_quotas(session: Session, projects: Collection[str]) -> dict[str, int]:
     """The maximum of GPUs for each of these projects that has a limit."""
     query = select(Project.name, Project.max_gpus).where(Project.name.in_(projects))
     rows = session.execute(query).all() if projects else ()
     return {name: most for name, most in rows if most is not None}
 
 
-def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
+def _long_waiting_jobs(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
     """Long-waiting jobs to withhold capacity for: the best of each pending shape, and those that were woken but not placed yet.
 
     Queued jobs that need only one GPU or slot are left out: they simply get the next one that becomes free.
@@ -544,6 +544,6 @@ def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str
     for job_id, rank, document, project in session.execute(queued_jobs):
         assert rank is not None
         resources = Resources.model_validate(document or {})
-        if _gpus_of(resources) > 1 or resources.machines > 1:
+        if _gpu_total(resources) > 1 or resources.machines > 1:
             by_job[job_id] = ((rank, job_id), resources, project)
     return sorted(by_job.values(), key=lambda entry: entry[0])[:MOST_ASKED]

@@ -128,8 +128,8 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     view = capacity.view(session, projects)
     plan.projects.update(projects)
     plan.quotas.update({name: view.quotas[name] for name in locked_projects})
-    is_drained = _plan_all(session, view, plan, jobs, limit)
-    claimed = _book(session, view, plan, Lease(owner, lease_seconds))
+    is_drained = _place_all(session, view, plan, jobs, limit)
+    claimed = _book_capacity(session, view, plan, Lease(owner, lease_seconds))
     has_more = len(claimed) < len(plan.placed) or not (is_drained or plan.full)
     if plan.dependent or plan.blocked:
         blocked_jobs = sorted(plan.blocked.values(), key=lambda blocked_job: blocked_job.key)
@@ -147,11 +147,11 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
     actor = f"dispatcher:{owner}"
     requeue_pending.lock_marking(session)
     with events.gathering(session):
-        _let_wait_for_jobs(session, unplaced.dependent, actor)
+        _mark_dependent(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
         view = capacity.view(session, {job.project for job in unplaced.blocked})
-        _let_wait_for_room(session, unplaced.blocked, view, actor)
+        _mark_blocked(session, unplaced.blocked, view, actor)
     return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
 
 
@@ -239,7 +239,7 @@ def _candidates(
 
 
 @dataclass(slots=True)
-class _Earlier:
+class _EarlierAttempts:
     """Earlier attempts of a job in its present generation."""
 
     number: int = 0
@@ -258,7 +258,7 @@ class _Earlier:
         return Avoid(frozenset(self.machines), frozenset(self.gpus), frozenset(self.slots))
 
 
-def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
+def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _EarlierAttempts]:
     """The earlier attempts of these jobs; without an entry there are none."""
     generations = {job.job_id: job.generation for job in jobs}
     rows = session.execute(
@@ -275,12 +275,12 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         .where(Attempt.job_id.in_(generations))
         .order_by(Attempt.epoch, Member.rank)
     ).all()
-    by_job: dict[str, _Earlier] = {}
-    blamed_attempts: dict[int, _Earlier] = {}
+    by_job: dict[str, _EarlierAttempts] = {}
+    blamed_attempts: dict[int, _EarlierAttempts] = {}
     for row in rows:
         if row.generation != generations[row.job_id]:
             continue
-        earlier = by_job.setdefault(row.job_id, _Earlier())
+        earlier = by_job.setdefault(row.job_id, _EarlierAttempts())
         # A void attempt never ran, so its number is used again.
         earlier.number = row.number + (row.outcome != Outcome.VOID)
         earlier.previous_failure = row.failure_class or earlier.previous_failure
@@ -293,7 +293,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
     return by_job
 
 
-def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
+def _note_blamed_gpus(session: Session, blamed: Mapping[int, _EarlierAttempts]) -> None:
     """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of
     the attempt."""
     reservations = session.execute(
@@ -330,7 +330,7 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
 class _Plan:
     """A plan of where candidates would go, made without locks on machines."""
 
-    before: dict[str, _Earlier] = field(default_factory=dict[str, _Earlier])
+    before: dict[str, _EarlierAttempts] = field(default_factory=dict[str, _EarlierAttempts])
     placed: list[tuple[_Candidate, Placement]] = field(
         default_factory=list[tuple[_Candidate, Placement]]
     )
@@ -346,12 +346,12 @@ class _Plan:
     busy: set[str] = field(default_factory=set[str])
     """Projects whose quota another transaction has locked."""
 
-    def earlier(self, job: _Candidate) -> _Earlier:
+    def earlier(self, job: _Candidate) -> _EarlierAttempts:
         """Earlier attempts of the job."""
-        return self.before.get(job.job_id) or _Earlier()
+        return self.before.get(job.job_id) or _EarlierAttempts()
 
 
-def _plan_all(
+def _place_all(
     session: Session, view: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
 ) -> bool:
     """Plan these candidates, then the jobs after them until `limit` are placed. Returns whether the end of the queue was reached.
@@ -364,7 +364,7 @@ def _plan_all(
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
         startable = [job for job in jobs if job.job_id not in unmet]
-        _plan(view, plan, [job for job in startable if job.project not in plan.busy])
+        _place_jobs(view, plan, [job for job in startable if job.project not in plan.busy])
         if len(jobs) < remaining:
             return True
         remaining = limit - len(plan.placed)
@@ -372,11 +372,11 @@ def _plan_all(
         if not remaining or plan.full:
             return False
         jobs = _candidates(session, view.now, remaining, plan.blocked, jobs[-1].key)
-        _look_at_quotas(session, view, plan, {job.project for job in jobs})
+        _lock_more_quotas(session, view, plan, {job.project for job in jobs})
     return False
 
 
-def _look_at_quotas(session: Session, view: View, plan: _Plan, projects: Collection[str]) -> None:
+def _lock_more_quotas(session: Session, view: View, plan: _Plan, projects: Collection[str]) -> None:
     """Lock the quotas of further projects. If another transaction has locked one, its jobs are left for the next round."""
     new_projects = set(projects) - plan.projects
     locked_projects = capacity.lock_quotas(session, new_projects, waiting=False)
@@ -388,7 +388,7 @@ def _look_at_quotas(session: Session, view: View, plan: _Plan, projects: Collect
     plan.busy.update(set(limits) - locked_projects)
 
 
-def _plan(view: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+def _place_jobs(view: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
     """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold the capacity that it needs."""
     for job in jobs:
         if job.shape in plan.blocked:
@@ -418,7 +418,7 @@ class Lease:
     seconds: float
 
 
-def _book(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claimed]:
+def _book_capacity(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claimed]:
     """Lock the planned machines, read them again, and book the capacity that is still free there."""
     if not plan.placed:
         return []
@@ -436,7 +436,7 @@ def _book(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claim
     now = seconds(
         session
     )  # read after the locks: no attempt starts before a job that it follows has ended
-    resume = _checkpoints(session, [job for job, _ in plan.placed])
+    resume = _resume_checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
     for job, planned_placement in plan.placed:
         earlier = plan.earlier(job)
@@ -449,7 +449,7 @@ def _book(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claim
         bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
     claimed = _make_or_split(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
-    events.append_many(session, [event for attempt in claimed for event in _events(attempt, actor)])
+    events.append_many(session, [event for attempt in claimed for event in _claim_events(attempt, actor)])
     return claimed
 
 
@@ -465,7 +465,7 @@ class _Booking:
 
     job: _Candidate
     placement: Placement
-    earlier: _Earlier
+    earlier: _EarlierAttempts
     resume: dict[str, Any] | None
 
 
@@ -525,7 +525,7 @@ def _make_attempts(
         [
             row
             for epoch, rank, seat, job in seats
-            for row in _reservations(job, epoch, rank, seat, now)
+            for row in _reservation_rows(job, epoch, rank, seat, now)
         ],
     )
     first_seats = [(booking.job.job_id, booking.placement.seats[0]) for booking in bookings]
@@ -544,7 +544,7 @@ def _make_attempts(
     return [Claimed(booking.job.job_id, epoch, booking.placement) for epoch, booking in numbered]
 
 
-def _reservations(
+def _reservation_rows(
     job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
 ) -> Iterable[dict[str, Any]]:
     """The rows for the slot or the GPUs that one member holds."""
@@ -572,7 +572,7 @@ _RUNNING = (
 )
 
 
-def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
+def _claim_events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
     """The two events of a new attempt."""
     seats = [
         {"vm": seat.vm_id, "gpus": [gpu.uuid for gpu in seat.gpus], "slot": seat.slot}
@@ -600,7 +600,7 @@ def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
     ]
 
 
-def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
+def _resume_checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
     """The newest intact checkpoint of each job, from which it resumes; also one of an earlier generation, before a `retry`."""
     rows = session.scalars(
         select(Checkpoint)
@@ -640,7 +640,7 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
 # --- jobs that do not start -----------------------------------------------------------------------
 
 
-def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
+def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
     """Make jobs pending that follow an unfinished job; fail those whose predecessor ended other than they require."""
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
     still_queued = (
@@ -674,7 +674,7 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
         events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
-def _let_wait_for_room(
+def _mark_blocked(
     session: Session, heads: Sequence[_Candidate], view: View, actor: str
 ) -> None:
     """Make the first job of each shape pending if it still finds no room, with the later queued jobs of the same shape."""
@@ -687,16 +687,16 @@ def _let_wait_for_room(
             continue  # the job that it follows was retried meanwhile
         placement = view.look(job.resources, job.project, job.key)
         if isinstance(placement, Blocked):
-            remaining -= _wait_for_room(session, job, placement, view, actor, remaining)
+            remaining -= _mark_shape_pending(session, job, placement, view, actor, remaining)
 
 
-def _depends() -> ColumnElement[bool]:
+def _has_dependencies() -> ColumnElement[bool]:
     """SQL condition: the job must run after others."""
     dependencies = Job.request["after"].as_string()
     return and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
 
 
-def _wait_for_room(
+def _mark_shape_pending(
     session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
@@ -709,7 +709,7 @@ def _wait_for_room(
             Job.cancel_requested_at.is_(None),
             # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
             Job.not_before <= view.now,
-            or_(~_depends(), Job.job_id == job.job_id),
+            or_(~_has_dependencies(), Job.job_id == job.job_id),
         )
         .order_by(Job.rank, Job.job_id)
         .limit(most)

@@ -125,10 +125,10 @@ def after_end(
             spent=counted(job.spent, failure),
         )
     has_run = outcome is not Outcome.VOID
-    if job.steps_back and not _not_again(job.policy, has_run):
+    if job.steps_back and not _retry_forbidden(job.policy, has_run):
         reason = f"{failure}: {because}"
         return Verdict(JobStatus.QUEUED, reason, spent=job.spent, counts_as_retry=True)
-    if job.taken and not _not_again(job.policy, has_run):
+    if job.taken and not _retry_forbidden(job.policy, has_run):
         spent = {**job.spent, TAKEN: job.spent.get(TAKEN, 0) + 1}
         return Verdict(
             JobStatus.QUEUED,
@@ -139,7 +139,7 @@ def after_end(
         )
     is_same_machine = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
     spent = counted(job.spent, failure, again=is_same_machine)
-    if refusal := _not_again(job.policy, has_run) or _spent_up(job.policy, failure, spent):
+    if refusal := _retry_forbidden(job.policy, has_run) or _budget_exhausted(job.policy, failure, spent):
         return Verdict(
             JobStatus.FAILED,
             f"{failure}: {because} ({refusal})",
@@ -168,12 +168,12 @@ def counted(
     }
 
 
-def _not_again(policy: RetryPolicy, has_run: bool) -> str | None:
+def _retry_forbidden(policy: RetryPolicy, has_run: bool) -> str | None:
     """The reason why a job that has run is not run again, even if its machine was at fault; None: it may, since it never started."""
     return "the job allows no second execution" if policy.once and has_run else None
 
 
-def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:
+def _budget_exhausted(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:
     """The reason why there is no further attempt; None: there is one. `spent` includes the failure that has just happened."""
     budget = BUDGETS[failure]
     if failure is FailureClass.GPU_OOM and not policy.smaller_batch:

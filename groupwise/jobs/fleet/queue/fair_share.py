@@ -89,10 +89,10 @@ class ProjectQueue:
             )
             self._gaps.append(gap)
         index = bisect_right(self._placed, due, key=lambda position: position.due)
-        predecessors = [*self._now(gap.before), *self._placed[:index][-1:]]
-        successors = [*self._now(gap.behind), *self._placed[index:][:1]]
+        predecessors = [*self._with_new_rank(gap.before), *self._placed[:index][-1:]]
+        successors = [*self._with_new_rank(gap.behind), *self._placed[index:][:1]]
         rank = max([due, *(position.end for position in predecessors)])
-        new_position = QueuePosition(due, rank, self._turn(resources))
+        new_position = QueuePosition(due, rank, self._turn_seconds(resources))
         shift = new_position.end - min(
             [new_position.end, *(position.rank for position in successors)]
         )
@@ -118,7 +118,7 @@ class ProjectQueue:
         for gap in self._gaps:
             if gap.behind is None or not gap.put_off:
                 continue
-            later_jobs = select(Job.job_id).where(*self._members(), Job.due >= gap.behind.due)
+            later_jobs = select(Job.job_id).where(*self._waiting_jobs(), Job.due >= gap.behind.due)
             locked = later_jobs.with_for_update(skip_locked=True, key_share=True)
             self._session.execute(
                 update(Job)
@@ -127,10 +127,10 @@ class ProjectQueue:
                 .execution_options(synchronize_session=False)
             )
 
-    def _turn(self, resources: Resources) -> float:
+    def _turn_seconds(self, resources: Resources) -> float:
         return TURN_SECONDS * max(1, resources.gpu_count) * resources.machines / self._weight
 
-    def _now(self, position: QueuePosition | None) -> list[QueuePosition]:
+    def _with_new_rank(self, position: QueuePosition | None) -> list[QueuePosition]:
         """A neighbour with its rank after `settle`; empty if there is none."""
         if position is None:
             return []
@@ -145,12 +145,12 @@ class ProjectQueue:
 
     def _neighbour(self, side: ColumnElement[bool], *order: Any) -> QueuePosition | None:
         """The first waiting job on one side, in this order."""
-        query = select(Job.due, Job.rank, Job.resources).where(*self._members(), side)
+        query = select(Job.due, Job.rank, Job.resources).where(*self._waiting_jobs(), side)
         row = self._session.execute(query.order_by(*order).limit(1)).first()
         if row is None:
             return None
-        turn = self._turn(Resources.model_validate(row.resources))
+        turn = self._turn_seconds(Resources.model_validate(row.resources))
         return QueuePosition(row.due, row.rank, turn)
 
-    def _members(self) -> tuple[ColumnElement[bool], ...]:
+    def _waiting_jobs(self) -> tuple[ColumnElement[bool], ...]:
         return (WAITING, Job.project == self._project, Job.admitted_at.is_not(None))

@@ -18,7 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from groupwise.core import plugins
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.queue.request import COMMAND, Beyond, InvalidRequest, beyond_from_document
+from groupwise.jobs.fleet.queue.request import (
+    COMMAND,
+    InvalidRequest,
+    RequestDocument,
+    request_document_from,
+)
 from groupwise.jobs.hosts import spec
 from groupwise.jobs.hosts.spec import JobSpec
 
@@ -66,7 +71,7 @@ def known() -> list[str]:
 
 def expand(row: Row) -> JobSpec:
     """The whole spec of a job, checked. Raises UsageError with all problems, one per line."""
-    beyond = beyond_from_document(row["request"])
+    beyond = request_document_from(row["request"])
     kind_spec = _expand_row(row)
     limits, resources = beyond.limits, beyond.resources
     limits_set = {name: value for name, value in limits.model_dump().items() if value is not None}
@@ -89,7 +94,7 @@ def expand(row: Row) -> JobSpec:
             **limits_set,
         ),
     )
-    problems = [*_clashes(kind_spec, beyond), *spec.problems(full_spec)]
+    problems = [*_file_conflicts(kind_spec, beyond), *spec.problems(full_spec)]
     if problems:
         raise InvalidRequest(problems)
     return full_spec
@@ -97,7 +102,7 @@ def expand(row: Row) -> JobSpec:
 
 def smaller(row: Row, times: int) -> JobSpec | None:
     """The spec after the batch was made smaller `times` times; None if the kind has no smaller one."""
-    kind = _kind(row["job_type"])
+    kind = _find_kind(row["job_type"])
     shrink = getattr(kind, "smaller", None)
     if shrink is None:
         return None
@@ -112,7 +117,7 @@ def smaller(row: Row, times: int) -> JobSpec | None:
 
 def _expand_row(row: Row) -> JobSpec:
     name = row["job_type"]
-    kind = _kind(name)
+    kind = _find_kind(name)
     if name != COMMAND and row["request"].get("arguments"):
         raise InvalidRequest([f"arguments are for jobs of kind {COMMAND}; {name} makes its own"])
     if isinstance(kind, Command):
@@ -125,7 +130,7 @@ def _expand_row(row: Row) -> JobSpec:
     return expanded
 
 
-def _kind(name: str) -> Kind:
+def _find_kind(name: str) -> Kind:
     if name == COMMAND:
         return Command()
     entry_point = _entry_points().get(name)
@@ -135,11 +140,11 @@ def _kind(name: str) -> Kind:
         raise UsageError(
             f"job_type {name!r}: no such kind of job.{hint} There are: {', '.join(known())}"
         )
-    return _load(entry_point)
+    return _load_entry_point(entry_point)
 
 
 @cache
-def _load(entry_point: str) -> Kind:
+def _load_entry_point(entry_point: str) -> Kind:
     """Import the object that an installed package's entry point names; never a name from a row."""
     kind = plugins.load(entry_point, kind="kind of job").object
     if not isinstance(kind, Kind):
@@ -153,7 +158,7 @@ def _entry_points() -> dict[str, str]:
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
 
 
-def _clashes(kind_spec: JobSpec, beyond: Beyond) -> list[str]:
+def _file_conflicts(kind_spec: JobSpec, beyond: RequestDocument) -> list[str]:
     return [
         f"file {path!r}: the kind puts another file there; choose another path"
         for path, entry in beyond.manifest().items()

@@ -151,7 +151,7 @@ def place(
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
     if (placement := room(resources, ordered, held_for_others, avoid)) is not None:
         return placement
-    answers = [(m.vm_id, _seat(resources, m, held_for_others, avoid)) for m in ordered]
+    answers = [(m.vm_id, _find_seat(resources, m, held_for_others, avoid)) for m in ordered]
     refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
     return _blocked_reasons(resources, ordered, len(answers) - len(refusals), refusals)
 
@@ -162,9 +162,9 @@ def room(
     """Like `place`, without reasons."""
     seats: list[tuple[tuple[object, ...], Seat]] = []
     for machine in filter(has_room, machines):
-        seat = _seat(resources, machine, held_for_others, avoid)
+        seat = _find_seat(resources, machine, held_for_others, avoid)
         if isinstance(seat, Seat):
-            seats.append((_waste(resources, machine, seat, avoid), seat))
+            seats.append((_seat_cost(resources, machine, seat, avoid), seat))
     if len(seats) < resources.machines:
         return None
     best = sorted(seats, key=lambda rated: rated[0])[: resources.machines]
@@ -223,11 +223,11 @@ def withhold(
     """
     candidates: list[tuple[tuple[int, int, str], Seat]] = []
     for machine in machines:
-        seat = _nearest(resources, machine, held)
+        seat = _nearest_seat(resources, machine, held)
         if seat is not None:
             missing_count = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
             missing_count += seat.slot in machine.taken_slots
-            missing_count += _short(resources, machine) is not None
+            missing_count += _promised_shortage(resources, machine) is not None
             shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
             candidates.append(((missing_count, shared_mb, machine.vm_id), seat))
     if len(candidates) < resources.machines:
@@ -243,18 +243,18 @@ def withhold(
 # --- one machine ----------------------------------------------------------------------------------
 
 
-def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     """The job's seat on this machine, or the reason why it gets none."""
-    if reason := _unfit(resources, machine) or _short(resources, machine):
+    if reason := _unfit_reason(resources, machine) or _promised_shortage(resources, machine):
         return reason
     if not machine.gives_gpus_for(resources):
-        return _slot(machine, held, avoid)
-    fitting = _fitting(resources, machine)
+        return _find_slot(machine, held, avoid)
+    fitting = _fitting_gpus(resources, machine)
     if isinstance(fitting, str):
         return fitting
     free_gpus = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
     if len(free_gpus) < resources.gpu_count:
-        return _too_few(resources, fitting, free_gpus, held)
+        return _too_few_reason(resources, fitting, free_gpus, held)
     if resources.named:
         return Seat(machine.vm_id, tuple(free_gpus))
     # Prefer the smallest GPU that fits; for a share, the fullest with room. Sorts are stable, so the last one counts most.
@@ -266,7 +266,7 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
     return Seat(machine.vm_id, tuple(chosen_gpus))
 
 
-def _unfit(resources: Resources, machine: Machine) -> str | None:
+def _unfit_reason(resources: Resources, machine: Machine) -> str | None:
     """The reason why the machine could not run the job even if it were idle; None: it could."""
     if resources.vm is not None and machine.vm_id != resources.vm:
         return f"the job asks for {resources.vm}"
@@ -280,23 +280,23 @@ def _unfit(resources: Resources, machine: Machine) -> str | None:
             return f"label {name} is {'not set' if actual is None else repr(actual)}, not {value!r}"
     if resources.prepared and not machine.prepared:
         return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
-    disk = _less("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
+    disk = _shortage("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
     if machine.engine is not None:
         return elastic.unfit(resources, machine.engine) or disk
     return (
-        _less("CPUs", resources.cpus, machine.cpus)
-        or _less("MB of RAM", resources.ram_mb, machine.ram_mb)
+        _shortage("CPUs", resources.cpus, machine.cpus)
+        or _shortage("MB of RAM", resources.ram_mb, machine.ram_mb)
         or disk
     )
 
 
-def _less(resource: str, minimum: int | None, available: int | None) -> str | None:
+def _shortage(resource: str, minimum: int | None, available: int | None) -> str | None:
     if minimum is None or (available is not None and available >= minimum):
         return None
     return f"{'unknown' if available is None else available} {resource}, {minimum} wanted"
 
 
-def _short(resources: Resources, machine: Machine) -> str | None:
+def _promised_shortage(resources: Resources, machine: Machine) -> str | None:
     """The reason why too few of its CPUs or too little RAM is left, after the promises to other jobs; None: enough."""
     if machine.engine is not None:
         return None
@@ -314,7 +314,7 @@ def _short(resources: Resources, machine: Machine) -> str | None:
     return None
 
 
-def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     """A free slot of the machine, or why there is none."""
     if not machine.slots:
         return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
@@ -334,19 +334,19 @@ def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     )
 
 
-def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
+def _fitting_gpus(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
     """The GPUs that would suit the job if they were free, at least as many as it wants; else the reason why there are too few."""
     if not machine.gpus:
         return "no GPU"
     if resources.named:
         return _gpus_by_name(resources, machine)
     healthy_gpus = [gpu for gpu in machine.gpus if gpu.trouble is None]
-    fitting = [gpu for gpu in healthy_gpus if _unlike(resources, gpu) is None]
+    fitting = [gpu for gpu in healthy_gpus if _mismatch(resources, gpu) is None]
     if len(fitting) >= resources.gpu_count:
         return fitting
     summary = f"{len(fitting)} of {len(machine.gpus)} GPUs fit, {resources.gpu_count} wanted"
     reasons = {f"GPU {g.index} {g.trouble}" for g in machine.gpus if g.trouble}
-    reasons |= {reason for g in healthy_gpus if (reason := _unlike(resources, g))}
+    reasons |= {reason for g in healthy_gpus if (reason := _mismatch(resources, g))}
     return f"{summary}: {'; '.join(sorted(reasons))}" if reasons else summary
 
 
@@ -357,7 +357,7 @@ def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | 
         gpu = next((g for g in machine.gpus if name in (g.index, g.uuid)), None)
         if gpu is None:
             return f"no GPU {name}"
-        if reason := gpu.trouble or _unlike(resources, gpu):
+        if reason := gpu.trouble or _mismatch(resources, gpu):
             return f"GPU {name} {reason}"
         gpus.append(gpu)
     if len({gpu.gpu_id for gpu in gpus}) < len(gpus):
@@ -365,7 +365,7 @@ def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | 
     return gpus
 
 
-def _unlike(resources: Resources, gpu: MachineGPU) -> str | None:
+def _mismatch(resources: Resources, gpu: MachineGPU) -> str | None:
     """The reason why the GPU does not suit the job, whether it is free or not; None: it does."""
     model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
     if model and model.casefold() not in (gpu.model or "").casefold():
@@ -382,7 +382,7 @@ def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
     return not gpu.whole and gpu.shares_mb + resources.share_mb <= (gpu.memory_mb or 0)
 
 
-def _too_few(
+def _too_few_reason(
     resources: Resources, fitting: Sequence[MachineGPU], free_gpus: Sequence[MachineGPU], held: Held
 ) -> str:
     """The reason if fewer GPUs are free than requested."""
@@ -401,7 +401,7 @@ def _too_few(
     return f"{len(free_gpus)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
 
 
-def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
+def _seat_cost(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
     """Sort key of a seat: first entries to avoid, then how much the seat fragments free capacity; the smallest is best."""
     idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
     idle_in_seat = sum(gpu.idle for gpu in seat.gpus)
@@ -423,15 +423,15 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
 # --- withholding ----------------------------------------------------------------------------------
 
 
-def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
+def _nearest_seat(resources: Resources, machine: Machine, held: Held) -> Seat | None:
     """The seat that would be free soonest if nothing new started; None: there is none even on an idle machine."""
-    if _unfit(resources, machine):
+    if _unfit_reason(resources, machine):
         return None
     if not machine.gives_gpus_for(resources):
         slots = [n for n in range(machine.slots) if (machine.vm_id, n) not in held.slots]
         slots.sort(key=lambda n: (n in machine.taken_slots, n))
         return Seat(machine.vm_id, slot=slots[0]) if slots else None
-    fitting = _fitting(resources, machine)
+    fitting = _fitting_gpus(resources, machine)
     if isinstance(fitting, str):
         return None
     open_gpus = [gpu for gpu in fitting if gpu.gpu_id not in held.gpus]
@@ -456,7 +456,7 @@ def _blocked_reasons(
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
     fitting_count = sum(
-        _nearest(resources, machine, NOTHING_HELD) is not None for machine in machines
+        _nearest_seat(resources, machine, NOTHING_HELD) is not None for machine in machines
     )
     never = fitting_count < resources.machines
     lines: list[str] = []
@@ -464,7 +464,7 @@ def _blocked_reasons(
         return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
     if never:
         subject = (
-            f"only {fitting_count} of the {_machines(resources.machines)} wanted"
+            f"only {fitting_count} of the {_machine_count(resources.machines)} wanted"
             if fitting_count
             else "no machine"
         )
@@ -483,9 +483,9 @@ def _blocked_reasons(
         lines.append(f"{', '.join(names[:_NAMED_MACHINES])}{rest_note}: {reason}")
     if other_reasons := ordered[MOST_REASONS:]:
         count = sum(len(names) for _, names in other_reasons)
-        lines.append(f"{_machines(count)} more, for {len(other_reasons)} other reasons")
+        lines.append(f"{_machine_count(count)} more, for {len(other_reasons)} other reasons")
     return Blocked(tuple(lines), never)
 
 
-def _machines(count: int) -> str:
+def _machine_count(count: int) -> str:
     return f"{count} machine{'s' if count != 1 else ''}"

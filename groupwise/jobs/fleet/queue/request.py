@@ -1,6 +1,6 @@
 """The request for a job, `JobRequest`, which is the same for the command line, the API and Python.
 
-It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `Beyond` is everything else and is stored as one
+It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `RequestDocument` is everything else and is stored as one
 JSON document in `jobs.request`; users who write rows may fill it too. Admission (`admission.py`) reads both halves back from the row,
 regardless of its writer, so there is a single way into the queue.
 """
@@ -75,7 +75,7 @@ class RequestedRetries(_Strict):
     """Once its command has begun it is never begun again, whatever became of it."""
 
 
-class Beyond(_Strict):
+class RequestDocument(_Strict):
     """What is asked beyond the columns: the document of `jobs.request`."""
 
     arguments: list[str] = []
@@ -107,7 +107,7 @@ class Beyond(_Strict):
 
     def document(self) -> dict[str, Any]:
         """The document for `jobs.request`, without fields that have their defaults."""
-        return self.model_dump(mode="json", exclude_defaults=True, include=set(Beyond.model_fields))
+        return self.model_dump(mode="json", exclude_defaults=True, include=set(RequestDocument.model_fields))
 
     def retry_policy(self) -> RetryPolicy:
         """The retry policy, for the decision after a failure."""
@@ -143,7 +143,7 @@ class Columns(_Strict):
     name: Annotated[str, Field(max_length=256)] | None
 
 
-class JobRequest(Beyond):
+class JobRequest(RequestDocument):
     """All that a submitter may say. Columns that are left out get the database's defaults."""
 
     job_type: Text | None = None
@@ -176,7 +176,7 @@ class JobRequest(Beyond):
         columns_set = self.model_dump(
             mode="json",
             exclude_none=True,
-            include=set(JobRequest.model_fields) - set(Beyond.model_fields),
+            include=set(JobRequest.model_fields) - set(RequestDocument.model_fields),
         )
         return {"job_type": COMMAND if self.arguments else "GRPO", **columns_set}
 
@@ -196,27 +196,27 @@ class InvalidRequest(UsageError):
 
 def from_document(document: Mapping[str, Any]) -> JobRequest:
     """The request that a program sent as JSON; InvalidRequest lists all its problems."""
-    return _read(JobRequest, document)
+    return _validate_document(JobRequest, document)
 
 
-def beyond_from_document(document: Mapping[str, Any]) -> Beyond:
+def request_document_from(document: Mapping[str, Any]) -> RequestDocument:
     """Read the document of `jobs.request`; InvalidRequest lists all its problems."""
-    return _read(Beyond, document)
+    return _validate_document(RequestDocument, document)
 
 
 def columns_from_row(row: Mapping[str, Any]) -> Columns:
     """The columns of a row; InvalidRequest lists all their problems."""
-    return _read(Columns, {name: row[name] for name in Columns.model_fields})
+    return _validate_document(Columns, {name: row[name] for name in Columns.model_fields})
 
 
-def _read(model: type[M], document: Mapping[str, Any]) -> M:
+def _validate_document(model: type[M], document: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(dict(document))
     except ValidationError as error:
         raise InvalidRequest(map(str, field_errors(error, model))) from error
 
 
-def problems(request: Beyond) -> list[str]:
+def problems(request: RequestDocument) -> list[str]:
     """Problems of a request whose values all have the right types, as messages. The spec's own checks are left to the spec."""
     retry, max_files = request.retry, request.limits.artefact_files
     retry_fields = [
@@ -226,7 +226,7 @@ def problems(request: Beyond) -> list[str]:
     ]
     messages = [
         *(f"resources: {problem}" for problem in resource_problems(request.resources)),
-        *(problem for path, entry in request.files.items() for problem in _file(path, entry)),
+        *(problem for path, entry in request.files.items() for problem in _file_problems(path, entry)),
         *(
             f"secret {name}: a reference is wanted, `env:NAME` or `file:/path` on the control machine"
             for name, reference in request.secrets.items()
@@ -237,7 +237,7 @@ def problems(request: Beyond) -> list[str]:
             for dependency_text in request.after
             if not _AFTER.fullmatch(dependency_text)
         ),
-        *_webhook(request.webhook),
+        *_webhook_problems(request.webhook),
     ]
     if retry.once and retry_fields:
         messages.append(
@@ -250,7 +250,7 @@ def problems(request: Beyond) -> list[str]:
     return messages
 
 
-def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
+def _file_problems(path: str, entry: tuple[str, int, int]) -> list[str]:
     sha256, mode, size = entry
     messages = path_problems("file", path)
     if not SHA256.fullmatch(sha256) or not 0 <= mode <= 0o777 or size < 0:
@@ -258,7 +258,7 @@ def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
     return messages
 
 
-def _webhook(address: str | None) -> list[str]:
+def _webhook_problems(address: str | None) -> list[str]:
     if address is None:
         return []
     if not _WEBHOOK.fullmatch(address):

@@ -27,9 +27,9 @@ from groupwise.jobs.fleet.queue.placement import PATIENCE_SECONDS
 from groupwise.jobs.fleet.queue.resource_shapes import (
     PENDING,
     Waiting,
-    behind,
     best_of_shapes,
     distinct,
+    following_jobs,
 )
 from groupwise.jobs.fleet.states import FINAL, JobStatus
 from groupwise.jobs.fleet.store import events
@@ -152,7 +152,7 @@ def _wake_in_order(
         view_before, machines=dict(view_before.machines), quotas=dict(view_before.quotas)
     )
     best = [(job.key, job) for job in waiting_jobs]
-    next_keys = {job.shape: behind(session, job) for job in waiting_jobs}
+    next_keys = {job.shape: following_jobs(session, job) for job in waiting_jobs}
     heapq.heapify(best)
     woken_ids: list[str] = []
     while best and len(woken_ids) < MOST_WOKEN:

@@ -81,7 +81,7 @@ def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bo
     )
 
 
-def behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
+def following_jobs(session: Session, waiting: Waiting) -> Iterator[RankKey]:
     """The pending jobs of the same shape that follow it, read lazily."""
     key = waiting.key
     while True:

@@ -139,7 +139,7 @@ def parse(
     `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
     """
     errors: list[str] = []
-    count, indices, vm_of_gpus = _gpus(gpus, errors)
+    count, indices, vm_of_gpus = _parse_gpus(gpus, errors)
     if vm is not None and vm_of_gpus not in (None, vm):
         errors.append(f"--vm says {vm}, --gpus says {vm_of_gpus}: name one machine")
     wanted_labels: dict[str, str] = {}
@@ -155,12 +155,12 @@ def parse(
         "named": indices,
         "vm": vm or vm_of_gpus,
         "gpu_model": gpu_model,
-        "gpu_memory_mb": _size("--gpu-memory", gpu_memory, errors),
-        "share_mb": _size("--share-mb", share, errors),
+        "gpu_memory_mb": _parse_size("--gpu-memory", gpu_memory, errors),
+        "share_mb": _parse_size("--share-mb", share, errors),
         "machines": machines,
         "cpus": cpus,
-        "ram_mb": _size("--memory", ram, errors),
-        "disk_mb": _size("--disk", disk, errors),
+        "ram_mb": _parse_size("--memory", ram, errors),
+        "disk_mb": _parse_size("--disk", disk, errors),
         "labels": wanted_labels,
     }
     try:
@@ -172,7 +172,7 @@ def parse(
     return resources
 
 
-def _gpus(text: str | None, errors: list[str]) -> tuple[int | None, list[int | str], str | None]:
+def _parse_gpus(text: str | None, errors: list[str]) -> tuple[int | None, list[int | str], str | None]:
     """Parse --gpus into (count, names, machine). Problems are added to `errors`."""
     if text is None:
         return None, [], None
@@ -193,7 +193,7 @@ def _gpus(text: str | None, errors: list[str]) -> tuple[int | None, list[int | s
 def megabytes(option: str, words: str) -> int:
     """Parse a size from the command line into MB. UsageError if it is no size, or 0."""
     errors: list[str] = []
-    size = _size(option, words, errors)
+    size = _parse_size(option, words, errors)
     if errors:
         raise UsageError(errors[0])
     if not size:
@@ -201,7 +201,7 @@ def megabytes(option: str, words: str) -> int:
     return size
 
 
-def _size(option: str, text: str | None, errors: list[str]) -> int | None:
+def _parse_size(option: str, text: str | None, errors: list[str]) -> int | None:
     """Parse `40GB` into decimal megabytes, the manufacturers' unit: a GPU sold with 80 GB then has 80 GB. None if no size is given."""
     if text is None:
         return None

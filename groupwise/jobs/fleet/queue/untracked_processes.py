@@ -28,10 +28,10 @@ HELD_BACK = 180.0
 
 def in_quarantine(vm: VM) -> list[dict[str, Any]]:
     """Attempts that the machine ran at its last observation and that are in no table: job_id, epoch, and since when."""
-    return _attempts(vm.facts.get("quarantined"))
+    return _quarantined_attempts(vm.facts.get("quarantined"))
 
 
-def _attempts(quarantine: object) -> list[dict[str, Any]]:
+def _quarantined_attempts(quarantine: object) -> list[dict[str, Any]]:
     """The attempts in a quarantine list; the column may hold anything, since users can write it."""
     if not isinstance(quarantine, list):
         return []
@@ -57,7 +57,7 @@ class Holding:
 def holding(facts: Mapping[str, Any] | None) -> Holding:
     """The capacity that untracked attempts hold, from the facts of their machine."""
     whole_gpus, slots, shares = set[str](), set[int](), Counter[str]()
-    for attempt in _attempts((facts or {}).get("quarantined")):
+    for attempt in _quarantined_attempts((facts or {}).get("quarantined")):
         gpus, share, slot = attempt.get("gpus"), attempt.get("share_mb"), attempt.get("slot")
         uuids = set(map(str, cast("list[Any]", gpus) if isinstance(gpus, list) else ()))
         if isinstance(share, int):
@@ -78,7 +78,7 @@ def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, di
     if silent:
         query = query.where(VM.contact != Contact.OK)
     rows = session.execute(query.order_by(VM.vm_id))
-    return [(vm_id, attempt) for vm_id, entries in rows for attempt in _attempts(entries)]
+    return [(vm_id, attempt) for vm_id, entries in rows for attempt in _quarantined_attempts(entries)]
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:
@@ -114,7 +114,7 @@ def hold_back(session: Session, job_ids: Collection[str]) -> float:
     return until
 
 
-def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
+def release(session: Session, job_ids: Collection[str], until: object) -> None:
     """Allow these jobs to start again after their untracked attempts on a machine have ended, unless another machine runs one.
 
     `until`: the result of `hold_back`; jobs that wait for another reason keep waiting. The machine is locked, so jobs locked by another

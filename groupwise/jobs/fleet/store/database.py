@@ -100,26 +100,26 @@ class Database:
         Raises CommitUnknown if the connection was lost during COMMIT, and DatabaseFailure if nothing was committed. Errors of `fn` and
         violated constraints are raised unchanged, after a rollback.
         """
-        result, hooks = self._retry(lambda: self._once(fn))
+        result, hooks = self._retry(lambda: self._write_once(fn))
         for hook in hooks:
-            _call(hook)
+            _call_hook(hook)
         return result
 
     def read(self, fn: Callable[[Session], T]) -> T:
         """Call `fn` with a snapshot of one moment; it can change nothing. Keep it short: the database keeps old rows for it meanwhile."""
-        return self._retry(lambda: self._look(fn))
+        return self._retry(lambda: self._read_once(fn))
 
     def at_rest(self, work: Callable[[Connection], T]) -> T:
         """Work on the schema, which makes its own transactions, while no thread of this process writes. Failures become readable errors."""
-        return self._retry(lambda: self._alone(work))
+        return self._retry(lambda: self._run_at_rest(work))
 
     async def in_thread(self, fn: Callable[[Session], T]) -> T:
         """`run` in a thread. If the caller is cancelled meanwhile, this returns only once the transaction has ended."""
-        return await self._elsewhere(lambda: self.run(fn))
+        return await self._in_thread(lambda: self.run(fn))
 
     async def read_in_thread(self, fn: Callable[[Session], T]) -> T:
         """`read` in a thread."""
-        return await self._elsewhere(lambda: self.read(fn))
+        return await self._in_thread(lambda: self.read(fn))
 
     def close(self) -> None:
         """Wait for work in threads, then close all connections; a second call does nothing."""
@@ -128,7 +128,7 @@ class Database:
 
     # --- one transaction --------------------------------------------------------------------------
 
-    def _once(self, fn: Callable[[Session], T]) -> tuple[T, list[Callable[[], None]]]:
+    def _write_once(self, fn: Callable[[Session], T]) -> tuple[T, list[Callable[[], None]]]:
         with self._writer, self._connection() as connection, _session(connection) as session:
             result = fn(session)
             session.flush()
@@ -143,14 +143,14 @@ class Database:
             _commit(session, connection)
             return result, list(session.info.get(_HOOKS, ()))
 
-    def _alone(self, work: Callable[[Connection], T]) -> T:
+    def _run_at_rest(self, work: Callable[[Connection], T]) -> T:
         with self._writer, self._connection() as connection:
             return work(connection)
 
-    def _look(self, fn: Callable[[Session], T]) -> T:
+    def _read_once(self, fn: Callable[[Session], T]) -> T:
         with (
             self._connection() as connection,
-            _reading(connection, self.dialect) as reader,
+            _read_only(connection, self.dialect) as reader,
             _session(reader) as session,
         ):
             return fn(session)
@@ -205,7 +205,7 @@ class Database:
 
     # --- threads ----------------------------------------------------------------------------------
 
-    async def _elsewhere(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         future: Future[T] = self._threads.submit(work)
         wrapped = asyncio.wrap_future(future)
         try:
@@ -317,7 +317,7 @@ def _session(connection: Connection) -> Generator[Session, None, None]:
 
 
 @contextmanager
-def _reading(connection: Connection, dialect: str) -> Generator[Connection, None, None]:
+def _read_only(connection: Connection, dialect: str) -> Generator[Connection, None, None]:
     if dialect == "postgresql":
         yield connection.execution_options(
             **{engines.READS: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
@@ -382,7 +382,7 @@ def _sqlite_code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _call(hook: Callable[[], None]) -> None:
+def _call_hook(hook: Callable[[], None]) -> None:
     try:
         hook()
     except (

@@ -45,9 +45,9 @@ def is_current(connection: Connection) -> bool:
 
 
 def _is_current(connection: Connection) -> bool:
-    stored_fingerprint = _fingerprint_there(connection)
+    stored_fingerprint = _stored_fingerprint(connection)
     # Compared without alembic: every command checks this first, and loading alembic takes longer than most commands.
-    if stored_fingerprint == _fingerprint(connection.dialect.name):
+    if stored_fingerprint == _own_fingerprint(connection.dialect.name):
         version = connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}")
         if version.scalar_one() == newest_revision():
             return True
@@ -83,7 +83,7 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
         for statement in _derived_statements(dialect):
             connection.exec_driver_sql(statement)
         connection.exec_driver_sql(
-            f"CREATE VIEW {FINGERPRINT} AS SELECT '{_fingerprint(dialect)}' AS fingerprint"
+            f"CREATE VIEW {FINGERPRINT} AS SELECT '{_own_fingerprint(dialect)}' AS fingerprint"
         )
         broken_reference = None
         if dialect == "sqlite":
@@ -179,12 +179,12 @@ def _derived_statements(dialect: str) -> Iterator[str]:
     yield from views.statements()
 
 
-def _fingerprint(dialect: str) -> str:
+def _own_fingerprint(dialect: str) -> str:
     digest = hashlib.sha256("\n".join(_derived_statements(dialect)).encode()).hexdigest()
     return f"{RULES}:{digest}"
 
 
-def _fingerprint_there(connection: Connection) -> str | None:
+def _stored_fingerprint(connection: Connection) -> str | None:
     if FINGERPRINT not in inspect(connection).get_view_names():
         return None
     return connection.exec_driver_sql(f"SELECT fingerprint FROM {FINGERPRINT}").scalar_one()

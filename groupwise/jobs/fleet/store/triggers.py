@@ -62,17 +62,17 @@ class Rule:
 
 def rules() -> tuple[Rule, ...]:
     """The rules that both databases share, in the order of their checks; PostgreSQL fires triggers by name."""
-    return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events(), *_of_places())
+    return (*_job_rules(), *_attempt_rules(), *_reservation_rules(), *_event_rules(), *_location_rules())
 
 
 def statements(dialect: str) -> Iterator[str]:
     """The statements that create all triggers."""
-    only_sqlite = (_of_values, _of_replacements, _of_references)
+    only_sqlite = (_value_rules, _replacement_rules, _reference_rules)
     dialect_rules = (
-        [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
+        [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _time_rules()
     )
-    for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *dialect_rules):
-        yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
+    for rule in (*rules(), *_machine_rules(dialect), *_document_rules(dialect), *dialect_rules):
+        yield from _sqlite_trigger(rule) if dialect == "sqlite" else _postgresql_trigger(rule)
     if dialect == "postgresql":
         for table in NEVER_EMPTIED:
             yield from _no_truncation(table)
@@ -114,16 +114,16 @@ ASKED = (
 """Columns that the submitter writes and admission reads."""
 
 
-def _of_jobs() -> Iterator[Rule]:
+def _job_rules() -> Iterator[Rule]:
     retried = (
-        f"OLD.status IN {_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
+        f"OLD.status IN {_sql_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
     )
     yield Rule(
         "job_begins",
         "jobs",
         "INSERT",
-        f"NEW.status NOT IN {_list(states.JOB_BEGINS)}",
-        f"a new job is {_words(states.JOB_BEGINS)}; status is written by the control plane",
+        f"NEW.status NOT IN {_sql_list(states.JOB_BEGINS)}",
+        f"a new job is {_join_states(states.JOB_BEGINS)}; status is written by the control plane",
     )
     yield Rule(
         "job_unadmitted",
@@ -132,7 +132,7 @@ def _of_jobs() -> Iterator[Rule]:
         " OR ".join(f"NEW.{column} <~> {default}" for column, default in OF_THE_CONTROL_PLANE),
         f"{', '.join(column for column, _ in OF_THE_CONTROL_PLANE)} of a new job are the control plane's to write: leave them out",
     )
-    yield from _moves("job", "jobs", "status", states.JOB_MOVES)
+    yield from _transition_rules("job", "jobs", "status", states.JOB_MOVES)
     yield Rule(
         "job_in_motion",
         "jobs",
@@ -146,7 +146,7 @@ def _of_jobs() -> Iterator[Rule]:
         "jobs",
         "UPDATE",
         f"{retried} AND NEW.generation <> OLD.generation + 1",
-        f"a job that is {_words(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet retry",
+        f"a job that is {_join_states(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet retry",
     )
     yield Rule(
         "job_generation",
@@ -159,7 +159,7 @@ def _of_jobs() -> Iterator[Rule]:
         "job_final",
         "jobs",
         "UPDATE",
-        f"OLD.status IN {_list(states.FINAL)} AND NEW.status = OLD.status AND "
+        f"OLD.status IN {_sql_list(states.FINAL)} AND NEW.status = OLD.status AND "
         f"({' OR '.join(_set_once(column) for column in ('failure_reason', 'exit_code', 'end_time'))})",
         "how a job ended does not change any more",
     )
@@ -181,7 +181,7 @@ def _of_jobs() -> Iterator[Rule]:
         "job_asked_to_end",
         "jobs",
         "UPDATE",
-        f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_list({states.JobStatus.RUNNING, *states.FINAL})}",
+        f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_sql_list({states.JobStatus.RUNNING, *states.FINAL})}",
         "cancel_requested_at is for a job that runs: groupwise fleet cancel ends one that waits at once",
     )
     yield Rule(
@@ -189,7 +189,7 @@ def _of_jobs() -> Iterator[Rule]:
     )
 
 
-def _of_attempts() -> Iterator[Rule]:
+def _attempt_rules() -> Iterator[Rule]:
     ended_state = states.AttemptState.ENDED
     columns = ("epoch", "job_id", "generation", "number")
     final_columns = ("outcome", "failure_class", "charged", "ended_at")
@@ -197,8 +197,8 @@ def _of_attempts() -> Iterator[Rule]:
         "attempt_begins",
         "attempts",
         "INSERT",
-        f"NEW.state NOT IN {_list(states.ATTEMPT_BEGINS)}",
-        f"a new attempt is {_words(states.ATTEMPT_BEGINS)}",
+        f"NEW.state NOT IN {_sql_list(states.ATTEMPT_BEGINS)}",
+        f"a new attempt is {_join_states(states.ATTEMPT_BEGINS)}",
     )
     yield Rule(
         "attempt_epoch",
@@ -207,7 +207,7 @@ def _of_attempts() -> Iterator[Rule]:
         "EXISTS (SELECT 1 FROM attempts AS other WHERE other.job_id = NEW.job_id AND other.epoch > NEW.epoch)",
         "the epoch of an attempt is higher than those of all earlier attempts of its job; leave it to the database",
     )
-    yield from _moves("attempt", "attempts", "state", states.ATTEMPT_MOVES)
+    yield from _transition_rules("attempt", "attempts", "state", states.ATTEMPT_MOVES)
     yield Rule(
         "attempt_kept",
         "attempts",
@@ -219,8 +219,8 @@ def _of_attempts() -> Iterator[Rule]:
         "attempt_outcome",
         "attempts",
         "UPDATE",
-        f"NEW.state = '{ended_state}' AND COALESCE(NEW.outcome, '') NOT IN {_list(states.Outcome)}",
-        f"an attempt that has ended has an outcome: {_words(states.Outcome)}",
+        f"NEW.state = '{ended_state}' AND COALESCE(NEW.outcome, '') NOT IN {_sql_list(states.Outcome)}",
+        f"an attempt that has ended has an outcome: {_join_states(states.Outcome)}",
     )
     yield Rule(
         "attempt_final",
@@ -233,8 +233,8 @@ def _of_attempts() -> Iterator[Rule]:
         "attempt_cleanup",
         "attempts",
         "UPDATE",
-        f"NEW.cleanup NOT IN {_list(states.Cleanup)}",
-        f"cleanup is {_words(states.Cleanup)}",
+        f"NEW.cleanup NOT IN {_sql_list(states.Cleanup)}",
+        f"cleanup is {_join_states(states.Cleanup)}",
     )
     yield Rule(
         "attempt_over",
@@ -256,7 +256,7 @@ def _may_hold(attempt: str) -> str:
     return f"{attempt}.state <> '{states.AttemptState.ENDED}' OR {attempt}.cleanup <> '{states.Cleanup.CLEAN}'"
 
 
-def _of_reservations() -> Iterator[Rule]:
+def _reservation_rules() -> Iterator[Rule]:
     columns = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
     holds_gpu = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
     # `vm_id` is in these conditions for the index of open reservations, whose first column it is.
@@ -317,7 +317,7 @@ def _of_reservations() -> Iterator[Rule]:
     )
 
 
-def _of_events() -> Iterator[Rule]:
+def _event_rules() -> Iterator[Rule]:
     for operation in ("UPDATE", "DELETE"):
         yield Rule(
             f"event_{operation.lower()}",
@@ -331,7 +331,7 @@ def _of_events() -> Iterator[Rule]:
 _IN_USE = "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)"
 
 
-def _of_places() -> Iterator[Rule]:
+def _location_rules() -> Iterator[Rule]:
     """An address may change with the network. The columns that would make it another place for the runner may not, while something runs."""
     place_columns = ("transport", "user", "workdir")
     has_changed = " OR ".join(f'NEW."{column}" <~> OLD."{column}"' for column in place_columns)
@@ -360,7 +360,7 @@ JOB_DOCUMENTS = {
 """JSON columns of a job that the control plane writes, and reads for all waiting jobs."""
 
 
-def _of_documents(dialect: str) -> Iterator[Rule]:
+def _document_rules(dialect: str) -> Iterator[Rule]:
     for column, kind in JOB_DOCUMENTS.items():
         message = f"{column} of a job: a JSON {kind} is wanted"
         yield Rule(
@@ -368,7 +368,7 @@ def _of_documents(dialect: str) -> Iterator[Rule]:
         )
 
 
-def _of_times() -> Iterator[Rule]:
+def _time_rules() -> Iterator[Rule]:
     """PostgreSQL stores times that no program can represent: infinity, and years before 1."""
     time_columns = [
         c.name
@@ -383,7 +383,7 @@ def _of_times() -> Iterator[Rule]:
         yield Rule(f"job_times_{operation.lower()}", "jobs", operation, is_out_of_range, message)
 
 
-def _of_machines(dialect: str) -> Iterator[Rule]:
+def _machine_rules(dialect: str) -> Iterator[Rule]:
     """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
     conditions = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
     if dialect == "sqlite":  # which stores any type in any column
@@ -468,7 +468,7 @@ _KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
 )
 
 
-def _of_values() -> Iterator[Rule]:
+def _value_rules() -> Iterator[Rule]:
     """Rules for changes to the columns of a job. New rows may hold anything but a wrong id: admission reads them and reports problems."""
     jobs = Base.metadata.tables[Job.__tablename__]
     yield _type_rule(
@@ -496,9 +496,9 @@ def _type_rule(
     return Rule(name, columns[0].table.name, operation, any_condition, message)
 
 
-def _of_replacements() -> Iterator[Rule]:
+def _replacement_rules() -> Iterator[Rule]:
     for table in KEPT_WHOLE:
-        for number, (columns, index_condition) in enumerate(_keys(table)):
+        for number, (columns, index_condition) in enumerate(_unique_keys(table)):
             is_same_row = " AND ".join(f"other.{column} = NEW.{column}" for column in columns)
             yield Rule(
                 f"{table.name}_replaced_{number}",
@@ -510,23 +510,23 @@ def _of_replacements() -> Iterator[Rule]:
             )
 
 
-def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
+def _unique_keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
     """Sets of columns that no two rows share, each with a condition for the rows concerned. An autoincremented number is NULL before it is
     assigned, and so conflicts with nothing. The order is the same in every process, although SQLAlchemy keeps them as sets."""
     yield [column.name for column in table.primary_key.columns], ""
-    for constraint in sorted(table.constraints, key=_name):
+    for constraint in sorted(table.constraints, key=_constraint_name):
         if isinstance(constraint, UniqueConstraint):
             yield [column.name for column in constraint.columns], ""
-    for index in sorted(table.indexes, key=_name):
+    for index in sorted(table.indexes, key=_constraint_name):
         if index.unique:
-            yield [column.name for column in index.columns], _among(index)
+            yield [column.name for column in index.columns], _partial_index_condition(index)
 
 
-def _name(constraint: Constraint | Index) -> str:
+def _constraint_name(constraint: Constraint | Index) -> str:
     return str(constraint.name)
 
 
-def _among(index: Index) -> str:
+def _partial_index_condition(index: Index) -> str:
     """SQL: both rows fulfil the condition of a partial index."""
     index_condition = index.dialect_options["sqlite"]["where"]
     if index_condition is None:
@@ -540,7 +540,7 @@ def _among(index: Index) -> str:
     return "".join(f" AND {condition}" for condition in conditions)
 
 
-def _of_references() -> Iterator[Rule]:
+def _reference_rules() -> Iterator[Rule]:
     """Rules that a referenced row stays: an attempt whose job or machine is deleted would have no owner."""
     for name, table in sorted(Base.metadata.tables.items()):
         for key in sorted(
@@ -569,16 +569,16 @@ def _no_json(dialect: str, column: str, kind: str) -> str:
     return f"NEW.{column} IS NOT NULL AND {is_one} <> '{kind}'"
 
 
-def _moves(
+def _transition_rules(
     entity: str, table: str, column: str, moves: Mapping[Word, frozenset[Word]]
 ) -> Iterator[Rule]:
     for state, following in moves.items():
-        rule_text = f"may become {_words(following)}" if following else "stays so"
+        rule_text = f"may become {_join_states(following)}" if following else "stays so"
         yield Rule(
             f"{entity}_{state}",
             table,
             "UPDATE",
-            f"OLD.{column} = '{state}' AND NEW.{column} NOT IN {_list({state, *following})}",
+            f"OLD.{column} = '{state}' AND NEW.{column} NOT IN {_sql_list({state, *following})}",
             f"{_article(entity)} that is {state} {rule_text}",
         )
 
@@ -591,11 +591,11 @@ def _article(entity: str) -> str:
     return f"an {entity}" if entity[0] in "aeiou" else f"a {entity}"
 
 
-def _list(states: Iterable[StrEnum]) -> str:
+def _sql_list(states: Iterable[StrEnum]) -> str:
     return f"({', '.join(repr(str(state)) for state in sorted(states))})"
 
 
-def _words(states: Iterable[StrEnum]) -> str:
+def _join_states(states: Iterable[StrEnum]) -> str:
     *other_states, last_state = sorted(states)
     return f"{', '.join(other_states)} or {last_state}" if other_states else str(last_state)
 
@@ -603,7 +603,7 @@ def _words(states: Iterable[StrEnum]) -> str:
 # --- the SQL of the rules -------------------------------------------------------------------------
 
 
-def _when(rule: Rule) -> str:
+def _timing(rule: Rule) -> str:
     return "AFTER" if rule.on == "INSERT" and not rule.early else "BEFORE"
 
 
@@ -611,16 +611,16 @@ def _quote(message: str) -> str:
     return "'" + message.replace("'", "''") + "'"
 
 
-def _sqlite(rule: Rule) -> Iterator[str]:
+def _sqlite_trigger(rule: Rule) -> Iterator[str]:
     condition = f"({rule.about}) AND ({rule.refused})" if rule.about else rule.refused
     yield (
-        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} "
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_timing(rule)} {rule.on} ON {rule.table} "
         f"WHEN {condition.replace('<~>', 'IS NOT')} "
         f"BEGIN SELECT RAISE(ABORT, {_quote(rule.message)}); END"
     )
 
 
-def _postgresql(rule: Rule) -> Iterator[str]:
+def _postgresql_trigger(rule: Rule) -> Iterator[str]:
     """A condition on the row alone becomes the trigger's WHEN, so no function is called for allowed rows. WHEN may not read other rows, so
     a condition that does is checked in the function."""
     when_condition, condition = (
@@ -640,7 +640,7 @@ def _postgresql(rule: Rule) -> Iterator[str]:
         f"CREATE FUNCTION {PREFIX}{rule.name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN {body} END $rule$"
     )
     yield (
-        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} FOR EACH ROW "
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_timing(rule)} {rule.on} ON {rule.table} FOR EACH ROW "
         f"{f'WHEN ({when_condition}) ' if when_condition else ''}EXECUTE FUNCTION {PREFIX}{rule.name}()"
     )
 

@@ -484,7 +484,7 @@ class Away:
             transport=httpx2.MockTransport(self._answer),
             sleep=self._sleep,
             clock=lambda: self.now,
-            tell=self.told.append,
+            warn=self.told.append,
         )
 
     def _sleep(self, seconds: float) -> None:

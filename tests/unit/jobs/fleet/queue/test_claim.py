@@ -348,7 +348,7 @@ def test_a_smaller_batch_after_the_memory_was_too_small(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kinds, "_entry_points", lambda: {"SHRINK": "shrinking"})
-    monkeypatch.setattr(kinds, "_load", lambda place: Shrinking())
+    monkeypatch.setattr(kinds, "_load_entry_point", lambda place: Shrinking())
     add_machine(database, "vm-1", 4)
     sizes = {(True, 1): "4", (True, 2): "2", (True, 9): "1", (False, 1): None}
     for n, ((allowed, failures), size) in enumerate(sizes.items()):
