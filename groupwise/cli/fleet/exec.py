@@ -77,7 +77,9 @@ def exec_command(
     raise typer.Exit(exit_code_of([final_job]))
 
 
-def _run_and_follow(access: FleetClient, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
+def _run_and_follow(
+    access: FleetClient, request: Mapping[str, Any], project: str | None
+) -> dict[str, Any]:
     """Submit the job and print its log. Returns its final state. If the user interrupts, the job is cancelled."""
     from groupwise.cli.fleet.follow import follow_log
 

@@ -92,7 +92,7 @@ class _LogReader:
     epoch: int | None = None
     """The attempt of the next part; None: there is no log yet."""
     offset: int = 0
-    to: LogWriter = field(default_factory=LogWriter)
+    writer: LogWriter = field(default_factory=LogWriter)
 
     def copy(self, access: _LogSource, wait: float) -> bool:
         """Write everything that is new. Returns False if the log continues with an attempt after the only one to read."""
@@ -110,13 +110,13 @@ class _LogReader:
             if part.data and self.only not in (None, part.epoch):
                 return False
             if part.data and has_started and part.epoch != previous_epoch:
-                self.to.end()
+                self.writer.end()
                 say(f"— {self.job_id} is tried again: epoch {part.epoch} —")
             if part.data or (part.epoch is not None and self.tail is not None):
                 self.epoch, self.offset, self.tail = part.epoch, part.offset, None
             if not part.data:
                 return True
-            self.to.write(part.data)
+            self.writer.write(part.data)
 
 
 def print_log(
@@ -158,7 +158,7 @@ def follow_log(
             not reader.copy(retrying_access, 0.0 if is_over or not has_started else WAIT_SECONDS)
             or is_over
         ):
-            reader.to.end()
+            reader.writer.end()
             return job
         if reader.epoch is None:
             printed_reason = _say_what_it_waits_for(retrying_access, job, printed_reason)
@@ -200,7 +200,9 @@ def until_ended(
     statuses: dict[str, str] = {}
     ended_jobs: dict[str, dict[str, Any]] = {}
     while True:
-        jobs = _job_states(retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs])
+        jobs = _job_states(
+            retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs]
+        )
         for job_id, job in jobs.items():
             if statuses.get(job_id) != job["status"]:
                 statuses[job_id] = job["status"]

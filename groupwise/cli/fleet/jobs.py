@@ -164,7 +164,9 @@ def _apply_change(
             result = change.one(access, ids[0])
             write_json(result) if as_json else say(change.result(result))
             return
-        results = _change_in_portions(access, ids or job_filter.ids(access, change.statuses), change, as_json)
+        results = _change_in_portions(
+            access, ids or job_filter.ids(access, change.statuses), change, as_json
+        )
     refused_count = sum("error" in result for result in results)
     if as_json:
         write_json(results)

@@ -373,7 +373,9 @@ def clear_quarantine(
     _change_machine("clear_quarantine", vm, fleet_at, as_json, gpu)
 
 
-def _change_machine(verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any) -> None:
+def _change_machine(
+    verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
+) -> None:
     with fleet(fleet_at) as access:
         result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
     if as_json:

@@ -135,7 +135,9 @@ def _fit_to_width(
     if sum(_widths(head, fitted)) > width:
         time_columns = [column for column, name in enumerate(head) if name in TIMES]
         for column in time_columns:
-            fitted = [_replace_cell(row, column, " ".join(row[column].split()[:2])) for row in fitted]
+            fitted = [
+                _replace_cell(row, column, " ".join(row[column].split()[:2])) for row in fitted
+            ]
     text_columns = [column for column, name in enumerate(head) if name in WORDS]
     while sum(widths := _widths(head, fitted)) > width:
         column = max(text_columns, key=widths.__getitem__)
@@ -457,7 +459,10 @@ def print_machine(vm: Document, now: float) -> None:
                 if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
-            ("quarantined", ", ".join(_stray_text(stray) for stray in facts.get("quarantined") or ())),
+            (
+                "quarantined",
+                ", ".join(_stray_text(stray) for stray in facts.get("quarantined") or ()),
+            ),
         ]
     )
     if vm["gpus"]:

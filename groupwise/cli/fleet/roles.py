@@ -108,7 +108,9 @@ def poller(
     concurrency: ConcurrencyOption = None,
 ) -> None:
     """Watch all machines and their GPUs."""
-    _run_roles(fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
+    _run_roles(
+        fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency
+    )
 
 
 def dispatcher(
@@ -121,7 +123,9 @@ def dispatcher(
 
     With PostgreSQL there may be several at once.
     """
-    _run_roles(fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
+    _run_roles(
+        fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency
+    )
 
 
 def requeue(

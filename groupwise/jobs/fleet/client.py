@@ -209,7 +209,9 @@ class FleetClient:
 
     def cancel(self, job_id: str, reason: str | None = None) -> Document:
         """Ask for the job to end; its status is `cancelled` once none of its processes is left."""
-        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/cancel", body={"reason": reason})
+        return self._request_json(
+            "POST", f"/jobs/{_path_segment(job_id)}/cancel", body={"reason": reason}
+        )
 
     def hold(self, job_id: str) -> Document:
         """Keep a waiting job from starting until it is released."""
@@ -333,9 +335,13 @@ class FleetClient:
         for start in range(0, len(hashes), MOST_HASHES):
             body = {"sha256": hashes[start : start + MOST_HASHES]}
             missing += self._request_patiently("POST", "/blobs/missing", body=body)["missing"]
-        progress = ProgressCounter(on_progress, sum(entries[names[sha256]].size for sha256 in missing))
+        progress = ProgressCounter(
+            on_progress, sum(entries[names[sha256]].size for sha256 in missing)
+        )
         for name in (names[sha256] for sha256 in missing):
-            self._send_file(entries[name], local_files[name], partial(progress.add, f"sending {name}"))
+            self._send_file(
+                entries[name], local_files[name], partial(progress.add, f"sending {name}")
+            )
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
     def _send_file(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
@@ -426,7 +432,9 @@ class FleetClient:
 
     def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Generator[bytes]:
         """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
-        return self._stream_file(f"/jobs/{_path_segment(job_id)}/checkpoints/{_path_segment(sha256)}", {}, offset)
+        return self._stream_file(
+            f"/jobs/{_path_segment(job_id)}/checkpoints/{_path_segment(sha256)}", {}, offset
+        )
 
     def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
@@ -495,7 +503,9 @@ class FleetClient:
 
     def cordon(self, vm_id: str, reason: str) -> Document:
         """Place nothing new there, and record the reason."""
-        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/cordon", body={"reason": reason})
+        return self._request_json(
+            "POST", f"/vms/{_path_segment(vm_id)}/cordon", body={"reason": reason}
+        )
 
     def uncordon(self, vm_id: str) -> Document:
         """Place work there again; its count of failed launches is reset."""
@@ -511,11 +521,15 @@ class FleetClient:
 
     def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
         """Pin the host key that it showed last. If a fingerprint is given, the key must have it."""
-        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/trust", body={"fingerprint": fingerprint})
+        return self._request_json(
+            "POST", f"/vms/{_path_segment(vm_id)}/trust", body={"fingerprint": fingerprint}
+        )
 
     def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
         """Allow jobs on a quarantined GPU again; `gpu` is its index or UUID."""
-        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/gpus/{_path_segment(gpu)}/clear")
+        return self._request_json(
+            "POST", f"/vms/{_path_segment(vm_id)}/gpus/{_path_segment(gpu)}/clear"
+        )
 
     def projects(self) -> list[Document]:
         """List the projects that the key may see."""
@@ -566,7 +580,9 @@ class FleetClient:
     def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
         hurried = "content" not in options  # sending an upload may take long
-        return self.patience.ask(lambda: self._request_json(method, path, hurried=hurried, **options))
+        return self.patience.ask(
+            lambda: self._request_json(method, path, hurried=hurried, **options)
+        )
 
     def _request(
         self,

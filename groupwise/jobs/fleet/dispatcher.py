@@ -155,13 +155,13 @@ class GlobalJobDispatcher:
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._drives: dict[int, tuple[AttemptController, asyncio.Task[None]]] = {}
-        self._failed: set[int] = set()
+        self._failed_epochs: set[int] = set()
         """Epochs of attempts that could not be driven and whose failure was already reported."""
         self._watching: set[asyncio.Task[None]] = set()
-        self._wishes: dict[int, Any] = {}
-        self._sightings: dict[str, tuple[str | None, bool]] = {}
-        self._mine_until = 0.0
-        self._began = self._tuning.began
+        self._requests: dict[int, Any] = {}
+        self._boot_observations: dict[str, tuple[str | None, bool]] = {}
+        self._leased_until = 0.0
+        self._started_at = self._tuning.began
         self.not_asked: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
@@ -246,13 +246,13 @@ class GlobalJobDispatcher:
         owned = await self._gateway.commit(
             "lease.renew", lambda s: records.renew(s, self.owner, rhythm.lease)
         )
-        self._mine_until = asked_at + rhythm.lease
+        self._leased_until = asked_at + rhythm.lease
         for epoch in owned:
             self.drive(epoch)
 
     async def _guard_lease(self) -> None:
         """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not contact machines."""
-        remaining = self._mine_until - time.monotonic()
+        remaining = self._leased_until - time.monotonic()
         if remaining <= 0 and self._drives:
             log.warning("the lease of %d attempts could not be renewed", len(self._drives))
             await self._drop_everything()
@@ -282,9 +282,9 @@ class GlobalJobDispatcher:
         """A restored database does not know the jobs that machines have started since its backup. So after a start, or a standstill of the
         fleet, all machines that answer are observed before any job starts."""
         if self.not_asked != []:
-            if self._began is None:
-                self._began = await self._gateway.look(seconds)
-            started_at, lately = self._began, self._tuning.began is None
+            if self._started_at is None:
+                self._started_at = await self._gateway.look(seconds)
+            started_at, lately = self._started_at, self._tuning.began is None
             self.not_asked = await self._gateway.look(
                 lambda s: records.unobserved_machines(s, started_at, lately=lately)
             )
@@ -302,8 +302,8 @@ class GlobalJobDispatcher:
                     s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
                 ),
             )
-            self._drive_owned([attempt.epoch for attempt in result.made], requested_at + lease)
-            total += len(result.made)
+            self._drive_owned([attempt.epoch for attempt in result.claimed], requested_at + lease)
+            total += len(result.claimed)
             has_woken = False
             if (
                 unplaced := result.unplaced
@@ -311,7 +311,7 @@ class GlobalJobDispatcher:
                 has_woken = await self._gateway.commit(
                     "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
                 )
-            if not (result.again or (result.made and has_woken)):
+            if not (result.has_more or (result.claimed and has_woken)):
                 return total
 
     async def _admit(self) -> None:
@@ -331,15 +331,15 @@ class GlobalJobDispatcher:
             )
         )
         for epoch, request in requests.items():
-            if epoch in self._drives and self._wishes.get(epoch) != request:
+            if epoch in self._drives and self._requests.get(epoch) != request:
                 self._drives[epoch][0].poke()
-        self._wishes = requests
+        self._requests = requests
         for vm_id, (boot, answers) in observations.items():
-            boot_before, answered_before = self._sightings.get(vm_id, (boot, answers))
+            boot_before, answered_before = self._boot_observations.get(vm_id, (boot, answers))
             if boot_before not in (None, boot) or (answers and not answered_before):
                 self._parts.doubt(vm_id)
                 self._watches.note_answer(vm_id)
-        self._sightings = observations
+        self._boot_observations = observations
 
     # Driving
 
@@ -347,7 +347,7 @@ class GlobalJobDispatcher:
         """Drive attempts that were just claimed or adopted; their lease may end before those of the others."""
         if not epochs:
             return
-        self._mine_until = min(self._mine_until, until) if self._drives else until
+        self._leased_until = min(self._leased_until, until) if self._drives else until
         for epoch in epochs:
             self.drive(epoch)
 
@@ -363,7 +363,7 @@ class GlobalJobDispatcher:
         """Drive one attempt. A failure must not stop the others; the attempt is tried again at the next renewal."""
         try:
             await drive.run()
-            self._failed.discard(drive.epoch)
+            self._failed_epochs.discard(drive.epoch)
         except Exception as error:  # noqa: BLE001 - a bug, or a row written by hand
             await self._report_failure(drive.epoch, error)
         finally:
@@ -372,7 +372,7 @@ class GlobalJobDispatcher:
 
     async def _report_failure(self, epoch: int, error: Exception) -> None:
         """Log the traceback once and record an event; the same failure may recur every few seconds."""
-        if epoch in self._failed:
+        if epoch in self._failed_epochs:
             log.error("driving epoch %d failed again: %r", epoch, error)
             return
         log.error("driving epoch %d failed", epoch, exc_info=error)
@@ -381,7 +381,7 @@ class GlobalJobDispatcher:
             await self._gateway.commit(
                 "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, reason)
             )
-            self._failed.add(epoch)
+            self._failed_epochs.add(epoch)
         except Exception:  # the database itself may be the cause
             log.exception("the notification failed")
 

@@ -437,14 +437,14 @@ async def _check_elastic(
     if door is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
         return [*findings, Finding(subject, "problem", str(engine.problem), remedy=remedy)]
-    request = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
+    request = engine.engine(Resources(gpus=min(1, engine.body.gpus)), Limits())
     try:
         dry_run = await door.try_options(request.options)
     except HostError as error:
         remedy = f"see that it runs, and that `vm show {name}` has the right options"
         return [*findings, Finding(subject, "problem", str(error), "no job begins there", remedy)]
     findings.append(
-        Finding(subject, "ok", f"{engine.said.slots} places for jobs; it would: {dry_run}")
+        Finding(subject, "ok", f"{engine.body.slots} places for jobs; it would: {dry_run}")
     )
     return [*findings, *await _run_tiny_command(name, runner, 0)]
 

@@ -288,7 +288,8 @@ def _matching_files(files: Mapping[str, FileEntry], folder: Path, force: bool) -
     if conflicts:
         verb = "is another file" if len(conflicts) == 1 else "are other files"
         raise UsageError(
-            f"{_join_paths(conflicts)} in {folder} {verb} than the job's. --force replaces them, --to names another folder. Nothing was fetched."
+            f"{_join_paths(conflicts)} in {folder} {verb} than the job's. --force replaces them, --to names another folder. Nothing was "
+            "fetched."
             if not force
             else f"{_join_paths(conflicts)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
         )

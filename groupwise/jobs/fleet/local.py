@@ -92,7 +92,9 @@ class LocalFleet(FleetClient):
     ) -> dict[str, list[Any]]:
         """See `FleetClient.upload`. Files of this machine are read once, and copied while they are hashed."""
         local_files = named_files(files)
-        progress = ProgressCounter(on_progress, sum(path.stat().st_size for path in local_files.values()))
+        progress = ProgressCounter(
+            on_progress, sum(path.stat().st_size for path in local_files.values())
+        )
         entries = BlobStore(self.place.blobs).put_files(
             local_files, lambda name, count: progress.add(f"copying {name}", count)
         )

@@ -136,18 +136,18 @@ class Poller:
         self._read_key = read_key
         self._clock = clock or RealClock()
         self._chance = chance or random.Random()
-        self._places = {
+        self._slots = {
             True: asyncio.Semaphore(self._pace.at_once),
             False: asyncio.Semaphore(self._pace.unsure_at_once),
         }
         """Keyed by whether the machine answered last time: silent machines do not hold up the others."""
         self._watched: dict[str, _PolledMachine] = {}
         self._queue: list[tuple[float, str]] = []
-        self._stirred = asyncio.Event()
+        self._changed = asyncio.Event()
         self._never = asyncio.Event()
-        self._ahead = 0.0
+        self._clock_offset = 0.0
         """The database's clock minus ours, in seconds."""
-        self._complained = False
+        self._has_warned = False
         self.lags: deque[float] = deque(maxlen=10_000)
         """Seconds from when polls were due until they started, at machines that answer; only the last ones."""
 
@@ -165,15 +165,17 @@ class Poller:
                             "the next look is due only after the last has ended"
                         )
                         watched.look = asyncio.create_task(self._poll_machine(watched))
-                self._stirred.clear()
+                self._changed.clear()
                 pause = self._queue[0][0] - self._clock.now() if self._queue else self._pace.listed
                 if pause > 0:
-                    await self._clock.pause(pause, self._stirred)
+                    await self._clock.pause(pause, self._changed)
                 else:
                     await asyncio.sleep(0)
         finally:
             await cancel_and_wait(listing_task)
-            await asyncio.gather(*(self._stop_polling(watched) for watched in self._watched.values()))
+            await asyncio.gather(
+                *(self._stop_polling(watched) for watched in self._watched.values())
+            )
 
     # --- which machines ---------------------------------------------------------------------------
 
@@ -185,11 +187,11 @@ class Poller:
                 now, machines, barred_ids = await self._database.read_in_thread(
                     lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
                 )
-                self._ahead = now - (read_started + self._clock.now()) / 2
+                self._clock_offset = now - (read_started + self._clock.now()) / 2
                 await self._take_list(machines, is_first)
                 for vm_id, watched in self._watched.items():
                     watched.barred = vm_id in barred_ids
-                is_first, self._complained = False, False
+                is_first, self._has_warned = False, False
             except RunError as error:
                 self._warn_once(error)
             except Exception:  # one failed read of the list must not be the last
@@ -237,16 +239,16 @@ class Poller:
     def _due_in(self, watched: _PolledMachine, delay: float) -> None:
         watched.due = self._clock.now() + delay
         heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
-        self._stirred.set()
+        self._changed.set()
 
     async def _poll_machine(self, watched: _PolledMachine) -> None:
-        async with self._places[watched.answered]:
+        async with self._slots[watched.answered]:
             started_at = self._clock.now()
             if watched.answered:
                 self.lags.append(started_at - watched.due)
             try:
                 watched.answered = await self._poll_now(watched)
-                self._complained = False
+                self._has_warned = False
             except RunError as error:
                 self._warn_once(error)
             except Exception as error:  # a row written by hand must not end its polls
@@ -262,7 +264,7 @@ class Poller:
         watched.misses += 1
         watched.answered = False
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
-        asked_at = self._clock.now() + self._ahead
+        asked_at = self._clock.now() + self._clock_offset
         try:
             await self._database.in_thread(
                 lambda s: observation.record_miss(s, vm_id, asked_at, text)
@@ -271,15 +273,15 @@ class Poller:
             self._warn_once(away)
 
     def _warn_once(self, error: RunError) -> None:
-        if not self._complained:
+        if not self._has_warned:
             logger.warning("what machines show cannot be written down: %s", error)
-        self._complained = True
+        self._has_warned = True
 
     # --- a poll -----------------------------------------------------------------------------------
 
     async def _poll_now(self, watched: _PolledMachine) -> bool:
         """Poll the machine; returns True if it answered, even with an untrusted key."""
-        machine, asked_at = watched.machine, self._clock.now() + self._ahead
+        machine, asked_at = watched.machine, self._clock.now() + self._clock_offset
         try:
             if machine.transport != LOCAL and (machine.host_key is None or watched.barred):
                 await self._read_shown_key(watched)

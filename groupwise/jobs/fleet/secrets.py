@@ -74,7 +74,9 @@ class AllowedSecrets:
 
     def _refusal_reason(self, reference: str) -> str | None:
         kind, _, target = reference.partition(":")
-        if kind == "env" and any(fnmatchcase(target, pattern) for pattern in self._targets_of_kind("env")):
+        if kind == "env" and any(
+            fnmatchcase(target, pattern) for pattern in self._targets_of_kind("env")
+        ):
             return None
         if (
             kind == "file"
@@ -126,7 +128,8 @@ class AllowedSecrets:
         try:
             real_path = os.path.realpath(path, strict=True)
             if not any(
-                _is_below(real_path, _fixed_folder(pattern)) for pattern in self._matching_patterns(path)
+                _is_below(real_path, _fixed_folder(pattern))
+                for pattern in self._matching_patterns(path)
             ):
                 raise SecretMissing(
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"

@@ -168,7 +168,9 @@ class NatsOutlet:
         delivered: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # we may lack permission for one of them
             if self._clock() >= self._not_before.get(subject, 0.0):
-                delivered |= await self._publish_subject([end for end in ended if end.subject == subject])
+                delivered |= await self._publish_subject(
+                    [end for end in ended if end.subject == subject]
+                )
         return frozenset(delivered)
 
     async def _publish_subject(self, ended: Sequence[Ended]) -> set[int]:
@@ -213,15 +215,15 @@ class Tracker:
         self._database = database
         self._outlet = outlet
         self._interval = interval
-        self._read: int | None = None
+        self._position: int | None = None
         """Number of the last event that was read since this process started."""
         self._newest: Known | None = None
         """The newest event up to `_read`; None: there was none."""
-        self._kept = 0
+        self._stored_position = 0
         self._untold: dict[int, Ended] = {}
-        self._to_one: Counter[str] = Counter()
+        self._untold_by_destination: Counter[str] = Counter()
         """Number of announcements in `_untold` for each destination."""
-        self._later: dict[str, deque[int]] = {}
+        self._postponed: dict[str, deque[int]] = {}
         """Numbers of further events for a destination, the oldest first."""
 
     async def run(self) -> None:
@@ -252,14 +254,14 @@ class Tracker:
                 "%s: the database has lost events that were there; it is read again from the position that stands in it",
                 self._outlet.name,
             )
-            self._read, self._newest = None, None
+            self._position, self._newest = None, None
             self._untold.clear()
-            self._to_one.clear()
-            self._later.clear()
+            self._untold_by_destination.clear()
+            self._postponed.clear()
             return True
 
     async def _run_round(self) -> bool:
-        if self._read is None:
+        if self._position is None:
             name, history = self._outlet.name, self._outlet.tells_history
             position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
             self._newest = await self._database.in_thread(lambda s: _newest_event(s, position))
@@ -270,17 +272,17 @@ class Tracker:
                     name,
                     skipped + 1,
                 )
-            self._read = self._kept = position
+            self._position = self._stored_position = position
         await self._reload_postponed()
-        is_full = self._has_room() and await self._read_new(self._read)
+        is_full = self._has_room() and await self._read_new(self._position)
         if self._untold:
             for event_id in await self._outlet.tell(list(self._untold.values())):
                 self._remove_untold(event_id)
-        waiting_ids = [*self._untold, *(numbers[0] for numbers in self._later.values())]
-        position = min(waiting_ids) - 1 if waiting_ids else self._read
-        if position > self._kept:
+        waiting_ids = [*self._untold, *(numbers[0] for numbers in self._postponed.values())]
+        position = min(waiting_ids) - 1 if waiting_ids else self._position
+        if position > self._stored_position:
             await self._database.in_thread(lambda s: self._keep_position(s, position))
-            self._kept = position
+            self._stored_position = position
         return is_full
 
     def _keep_position(self, session: Session, position: int) -> None:
@@ -295,13 +297,14 @@ class Tracker:
         self._warn_of_pruned(pruned)
         if read_events:
             self._newest = read_events[-1]
-            self._read, _ = read_events[-1]
+            self._position, _ = read_events[-1]
         for end in ends:
             destination = self._outlet.place(end)
             if destination is not None and (
-                destination in self._later or self._to_one[destination] >= MOST_TO_ONE
+                destination in self._postponed
+                or self._untold_by_destination[destination] >= MOST_TO_ONE
             ):
-                self._later.setdefault(destination, deque()).append(end.event_id)
+                self._postponed.setdefault(destination, deque()).append(end.event_id)
             else:
                 self._add_untold(end)
         return len(read_events) == READ
@@ -309,8 +312,8 @@ class Tracker:
     async def _reload_postponed(self) -> None:
         """Load announcements for destinations at which few wait now."""
         ids: list[int] = []
-        for destination, numbers in list(self._later.items()):
-            room = MOST_TO_ONE - self._to_one[destination]
+        for destination, numbers in list(self._postponed.items()):
+            room = MOST_TO_ONE - self._untold_by_destination[destination]
             if room >= MOST_TO_ONE // 2 and len(ids) < READ:
                 ids += list(islice(numbers, room))
         if not ids:
@@ -329,27 +332,27 @@ class Tracker:
         read_ids = frozenset(ids)
         remaining = {
             destination: deque(n for n in numbers if n not in read_ids)
-            for destination, numbers in self._later.items()
+            for destination, numbers in self._postponed.items()
         }
-        self._later = {
+        self._postponed = {
             destination: numbers for destination, numbers in remaining.items() if numbers
         }
 
     def _has_room(self) -> bool:
-        numbers = sum(map(len, self._later.values()))
+        numbers = sum(map(len, self._postponed.values()))
         return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
 
     def _add_untold(self, ended: Ended) -> None:
         self._untold[ended.event_id] = ended
         if (destination := self._outlet.place(ended)) is not None:
-            self._to_one[destination] += 1
+            self._untold_by_destination[destination] += 1
 
     def _remove_untold(self, event_id: int) -> None:
         ended = self._untold.pop(event_id, None)
         if ended is not None and (destination := self._outlet.place(ended)) is not None:
-            self._to_one[destination] -= 1
-            if not self._to_one[destination]:
-                del self._to_one[destination]
+            self._untold_by_destination[destination] -= 1
+            if not self._untold_by_destination[destination]:
+                del self._untold_by_destination[destination]
 
     def _warn_of_pruned(self, pruned: Sequence[str]) -> None:
         if pruned:
@@ -392,7 +395,9 @@ def _next_ends(
     """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
     _require_same_history(session, newest)
     read_events = events.after(session, position, READ)
-    ends, pruned = _ended_jobs(session, [event for event in read_events if event.kind in events.ENDS])
+    ends, pruned = _ended_jobs(
+        session, [event for event in read_events if event.kind in events.ENDS]
+    )
     return [(event.event_id, event.at) for event in read_events], ends, pruned
 
 

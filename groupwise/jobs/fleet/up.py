@@ -147,7 +147,9 @@ def _take_locks(
     migrate(database, lambda: processes.who_plays(folder, but=roles))
 
 
-def _local_machine_update(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
+def _local_machine_update(
+    place: FleetPlace, roles: Sequence[str]
+) -> Callable[[Session], str | None]:
     """Update this machine's row before a role reads it (added, interpreter, folder). The returned function gives a message for users."""
 
     def look(session: Session) -> str | None:
@@ -224,28 +226,30 @@ class Hosts:
     """Connections to machines, opened when first used and kept until the machine's address changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Machine, Host]] = {}
+        self._connections: dict[str, tuple[Machine, Host]] = {}
         self._replaced: list[Host] = []
 
     def __call__(self, machine: Machine) -> Host:
-        connection = self._kept.get(machine.vm_id)
+        connection = self._connections.get(machine.vm_id)
         if connection is not None and same_route(connection[0], machine):
             return connection[1]
         if connection is not None:
             self._replaced.append(connection[1])
         host = host_of(machine)
-        self._kept[machine.vm_id] = machine, host
+        self._connections[machine.vm_id] = machine, host
         return host
 
     def doubt(self, vm_id: str) -> None:
         """Mark connections kept open to this machine as possibly dead."""
-        connection = self._kept.get(vm_id)
+        connection = self._connections.get(vm_id)
         if connection is not None and isinstance(connection[1], SshHost):
             connection[1].doubt()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
         """Close connections to all machines but these, and those that were replaced."""
-        removed_hosts = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
+        removed_hosts = [
+            self._connections.pop(vm_id)[1] for vm_id in self._connections.keys() - set(vm_ids)
+        ]
         hosts_to_close, self._replaced = [*self._replaced, *removed_hosts], []
         await asyncio.gather(*(host.close() for host in hosts_to_close), return_exceptions=True)
 
@@ -292,8 +296,8 @@ class _ControlPlane:
         self._roles = [_Role(name) for name in roles]
         self._say = say
         self._stopping = asyncio.Event()
-        self._asked_at: float | None = None
-        self._began = time.monotonic()
+        self._stop_requested_at: float | None = None
+        self._started_at = time.monotonic()
         self._hosts = Hosts()
         self._identity = processes.identity(os.getpid())
         self._release = packing.version()
@@ -353,9 +357,9 @@ class _ControlPlane:
 
     def _asked_to_stop(self, number: int) -> None:
         now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
-        elif now - self._asked_at > ONE_WISH:  # the operator does not want to wait
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
+        elif now - self._stop_requested_at > ONE_WISH:  # the operator does not want to wait
             os._exit(128 + number)
         self._stopping.set()
 
@@ -419,7 +423,7 @@ class _ControlPlane:
         started_at: float | None = None
         if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
             now = await self._database.read_in_thread(seconds)
-            started_at = now - (time.monotonic() - self._began)
+            started_at = now - (time.monotonic() - self._started_at)
         dispatcher = GlobalJobDispatcher(
             self._dispatcher_parts(gateway),
             Tuning(

@@ -115,9 +115,9 @@ class WebhookOutlet:
         self._resolve = resolve or addresses_of
         self._clock = clock
         self._trials: dict[int, _Trial] = {}
-        self._to: dict[tuple[str, int] | None, _Destination] = {}
-        self._settled: set[int] = set()
-        self._places, self._mute = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
+        self._destinations: dict[tuple[str, int] | None, _Destination] = {}
+        self._settled_ids: set[int] = set()
+        self._slots, self._mute_slots = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
         self._http = httpx2.AsyncClient(
             transport=transport,
             timeout=httpx2.Timeout(ANSWERED, connect=CONNECTED),
@@ -139,20 +139,22 @@ class WebhookOutlet:
         settled_ids = await self._settled_deliveries(new_ends) if new_ends else frozenset[int]()
         now = self._clock()
         for end in with_webhook:
-            if end.event_id in settled_ids or end.event_id in self._settled:
+            if end.event_id in settled_ids or end.event_id in self._settled_ids:
                 continue
             trial = self._trials.setdefault(end.event_id, _Trial())
-            destination = self._to.setdefault(_host_and_port(end.webhook or ""), _Destination())
+            destination = self._destinations.setdefault(
+                _host_and_port(end.webhook or ""), _Destination()
+            )
             if not trial.is_queued and max(trial.next_at, destination.next_at) <= now:
                 trial.is_queued = True
                 destination.queue[end.event_id] = end
         self._start_workers()
         if workers := [
-            worker for destination in self._to.values() for worker in destination.workers
+            worker for destination in self._destinations.values() for worker in destination.workers
         ]:
             await asyncio.wait(workers, timeout=LISTENED)
         self._remove_ended_workers()
-        finished, self._settled = silent | settled_ids | self._settled, set()
+        finished, self._settled_ids = silent | settled_ids | self._settled_ids, set()
         for event_id in finished:
             self._trials.pop(event_id, None)
         return frozenset(finished)
@@ -160,12 +162,16 @@ class WebhookOutlet:
     async def close(self) -> None:
         """Cancel deliveries in progress, which the next tracker tries again, and close the connections."""
         await tasks.cancel_and_wait(
-            *(worker for destination in self._to.values() for worker in destination.workers)
+            *(
+                worker
+                for destination in self._destinations.values()
+                for worker in destination.workers
+            )
         )
         await self._http.aclose()
 
     def _start_workers(self) -> None:
-        for destination in self._to.values():
+        for destination in self._destinations.values():
             max_workers = min(
                 AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue)
             )
@@ -175,14 +181,14 @@ class WebhookOutlet:
     def _remove_ended_workers(self) -> None:
         """Forget workers that have ended. Raises the error of one that failed."""
         failure: BaseException | None = None
-        for destination in self._to.values():
+        for destination in self._destinations.values():
             for worker in [task for task in destination.workers if task.done()]:
                 destination.workers.remove(worker)
                 failure = worker.exception() or failure
         now = self._clock()
-        self._to = {
+        self._destinations = {
             key: destination
-            for key, destination in self._to.items()
+            for key, destination in self._destinations.items()
             if destination.workers
             or destination.queue
             or now < max(destination.next_at, destination.mute_until)
@@ -198,7 +204,7 @@ class WebhookOutlet:
                 key=lambda queued_id: (self._trials[queued_id].attempts, queued_id),
             )
             ended = destination.queue.pop(event_id)
-            async with self._mute if self._clock() < destination.mute_until else self._places:
+            async with self._mute_slots if self._clock() < destination.mute_until else self._slots:
                 trial = self._trials[ended.event_id]
                 try:
                     if trial.end is None:
@@ -298,7 +304,7 @@ class WebhookOutlet:
         await self._database.in_thread(
             lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=ended.job_id, detail=detail)
         )
-        self._settled.add(ended.event_id)
+        self._settled_ids.add(ended.event_id)
 
 
 def _pause(number: int) -> float:

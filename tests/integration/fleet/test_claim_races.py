@@ -284,7 +284,7 @@ def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second
 
     def nested(session: Session) -> list[str]:
         outer = claim.claim(session, owner="one", lease_seconds=30, limit=1)
-        return [each.job_id for each in outer.made] + claimed_ids(second, limit=1)
+        return [each.job_id for each in outer.claimed] + claimed_ids(second, limit=1)
 
     # the second transaction runs within the first one, on a connection of its own
     assert database.run(nested) == ["j0", "j1"]

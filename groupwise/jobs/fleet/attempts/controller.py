@@ -160,10 +160,10 @@ Have = int | tuple[int, int | None]
 class _Fetching:
     """The log or the checkpoints of a member, fetched while it runs."""
 
-    there: Have
+    available: Have
     """The machine's last state: bytes of log; or the number of checkpoints with the newest step (if only the last two are kept, the number
     alone stays at 2)."""
-    here: Have
+    fetched: Have
     """The part of `there` that is on the control side."""
     task: asyncio.Task[None] | None = None
     """The task in progress; at most one runs at a time."""
@@ -171,7 +171,7 @@ class _Fetching:
     @property
     def begins(self) -> bool:
         """True if there is something to fetch and no task is fetching it."""
-        return self.there != self.here and (self.task is None or self.task.done())
+        return self.available != self.fetched and (self.task is None or self.task.done())
 
     async def wait_until_ended(self) -> None:
         """Wait until the running task has ended, with or without success."""
@@ -279,12 +279,12 @@ class AttemptController:
         self._monitors: dict[int, _MemberMonitor] = {}
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
-        self._news = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance)
 
     def poke(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
-        self._news.set()
+        self._has_news.set()
 
     async def run(self) -> None:
         """Run until nothing is left to do, or another dispatcher owns the attempt."""
@@ -303,7 +303,7 @@ class AttemptController:
 
     async def _run_round(self) -> bool:
         """Read, decide, perform, then wait for news. False once nothing is left to do."""
-        self._news.clear()
+        self._has_news.clear()
         try:
             row = await self._read_current()
             view = self._decision_view(row)
@@ -321,7 +321,7 @@ class AttemptController:
         limit = self._deps.pauses.idle
         if effects:  # they have changed nothing yet: check again soon, with a growing pause
             limit = self._backoff.next()
-        await wait_at_most(limit, self._news)
+        await wait_at_most(limit, self._has_news)
         return True
 
     # Reading
@@ -354,7 +354,7 @@ class AttemptController:
         monitor = self._monitors.get(member.rank)
         if monitor is None:
             monitor = self._monitors[member.rank] = _MemberMonitor(
-                row.job_id, self.epoch, self._news.set
+                row.job_id, self.epoch, self._has_news.set
             )
             monitor.provided = len(row.members) == 1 or not files_of(row)
             runner = self._deps.runner(member.machine)
@@ -391,7 +391,7 @@ class AttemptController:
         """Count the machine as silent, until its watch reaches it again."""
         monitor.lost_contact(str(error))
         if monitor.watch is not None:
-            monitor.watch.down = True
+            monitor.watch.is_silent = True
             monitor.watch.look_again()
 
     async def _note_contact(self, row: Snapshot) -> Snapshot:
@@ -631,7 +631,7 @@ class AttemptController:
         except Exception as error:  # noqa: BLE001  # the drive raises it, and its failures are reported
             monitor.mistake = error
         if monitor.provided or monitor.refusal or monitor.mistake:
-            self._news.set()
+            self._has_news.set()
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
         """Ask whether the machine still runs or holds anything of the attempt; if not, release its reservations."""
@@ -655,7 +655,7 @@ class AttemptController:
             await self._deps.gateway.commit_of(
                 epoch, "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
             )
-            self._news.set()
+            self._has_news.set()
             return
         holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in release.holders]
         await self._deps.gateway.commit(
@@ -667,7 +667,7 @@ class AttemptController:
         await self._deps.gateway.commit(
             "attempt.abandon", lambda s: ending.abandon(s, epoch, owner, rank)
         )
-        self._news.set()
+        self._has_news.set()
 
     # Fetching
 
@@ -684,19 +684,23 @@ class AttemptController:
         if monitor is None or monitor.last is None or monitor.last.state not in CHANGEABLE:
             return
         logs, checkpoints, size = self._deps.logs, self._deps.checkpoints, monitor.last.log_size
-        monitor.log.there, monitor.checkpoints.there = (
+        monitor.log.available, monitor.checkpoints.available = (
             size,
             (monitor.last.checkpoints, monitor.last.step),
         )
         if monitor.log.begins:
             part = self._part_of(row, member)
             fetching = monitor.log
-            fetch = self._run_fetch(fetching, fetching.there, part, lambda: logs.catch_up(part, size))
+            fetch = self._run_fetch(
+                fetching, fetching.available, part, lambda: logs.catch_up(part, size)
+            )
             fetching.task = self._deps.spawn(fetch)
         if monitor.checkpoints.begins:
             part = self._part_of(row, member)
             fetching = monitor.checkpoints
-            fetch = self._run_fetch(fetching, fetching.there, part, lambda: checkpoints.mirror(part))
+            fetch = self._run_fetch(
+                fetching, fetching.available, part, lambda: checkpoints.mirror(part)
+            )
             fetching.task = self._deps.spawn(fetch)
 
     async def _run_fetch(
@@ -709,12 +713,12 @@ class AttemptController:
         """Fetch the data that the machine had when the task was created, and note that it has arrived."""
         try:
             await fetch()
-            fetching.here = machine_state
+            fetching.fetched = machine_state
         except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again in a later round
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
             return
-        if fetching.there != machine_state:
-            self._news.set()  # more has arrived there meanwhile, perhaps the last of it
+        if fetching.available != machine_state:
+            self._has_news.set()  # more has arrived there meanwhile, perhaps the last of it
 
     async def _collect_member(self, row: Snapshot, member: MemberRow) -> None:
         """Fetch the rest of the log, the newest checkpoint and the artefacts."""

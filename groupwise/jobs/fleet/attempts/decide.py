@@ -237,7 +237,9 @@ def _launch_given_up(view: View) -> Move | None:
     """The end of an attempt whose launch must not continue; None: it continues."""
     has_run = any(m.reading in BEGUN for m in view.members)
     if gone_members := [m for m in view.members if m.is_gone]:
-        return _end_move(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_reason(gone_members[0]))
+        return _end_move(
+            view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_reason(gone_members[0])
+        )
     if view.cancel_requested:
         outcome = Outcome.CANCELLED if has_run else Outcome.VOID
         return _end_move(view, outcome, because="cancelled while it was being launched")
@@ -261,7 +263,9 @@ def _launch_given_up(view: View) -> Move | None:
             )
         outcome = Outcome.FAILED if has_run else Outcome.VOID
         failure = FailureClass.LAUNCH_FAILURE if has_run else None
-        return _end_move(view, outcome, failure, f"it had been made void on {voided_members[0].vm_id}")
+        return _end_move(
+            view, outcome, failure, f"it had been made void on {voided_members[0].vm_id}"
+        )
     return None
 
 
@@ -410,13 +414,17 @@ def _final_move(view: View) -> Move:
         return _end_move(view, Outcome.SUCCEEDED, because="exit code 0")
     cause = min(failed_members, key=_cause_order)
     if cause.exit is None:
-        return _end_move(view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record")
+        return _end_move(
+            view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record"
+        )
     if view.cancel_requested and cause.exit.reason is ExitReason.CANCELLED:
         return _end_move(view, Outcome.CANCELLED, because="cancelled")
     if cause.exit.reason is ExitReason.CANCELLED and (
         lost_members := [m for m in view.members if m.lost]
     ):
-        return _end_move(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_reason(lost_members[0]))
+        return _end_move(
+            view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_reason(lost_members[0])
+        )
     classified = classify(cause.exit, gpu_problems=cause.gpu_problems)
     return _end_move(view, Outcome.FAILED, classified.failure, classified.because, culprit=cause)
 

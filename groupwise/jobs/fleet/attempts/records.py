@@ -403,7 +403,9 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
 
 def release_ownership(session: Session, owner: str) -> None:
     """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. Running jobs continue."""
-    session.execute(update(Attempt).where(Attempt.owner == owner, _is_open()).values(lease_until=0.0))
+    session.execute(
+        update(Attempt).where(Attempt.owner == owner, _is_open()).values(lease_until=0.0)
+    )
 
 
 def end_all_leases(session: Session) -> None:

@@ -81,9 +81,9 @@ class Watch:
     listeners: dict[tuple[str, int], Listener] = field(
         default_factory=dict[tuple[str, int], Listener]
     )
-    down: bool = False
+    is_silent: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    seen: asyncio.Event = field(default_factory=asyncio.Event)
+    contacted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a listener has just reached the machine by another request."""
 
     def add(self, listener: Listener) -> None:
@@ -107,7 +107,7 @@ class Watch:
         while self.listeners:
             self.changed.clear()
             try:
-                await (self._try_contact() if self.down else self._poll())
+                await (self._try_contact() if self.is_silent else self._poll())
                 backoff.reset()
             except HostError as error:
                 self._silence(str(error))
@@ -115,13 +115,13 @@ class Watch:
 
     async def _pause(self, pause: float) -> None:
         """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
-        self.seen.clear()
-        await wait_at_most(pause, self.seen)
+        self.contacted.clear()
+        await wait_at_most(pause, self.contacted)
 
     def _silence(self, reason: str) -> None:
-        if not self.down:
+        if not self.is_silent:
             log.warning("%s does not answer: %s", self.vm_id, reason)
-        self.down = True
+        self.is_silent = True
         for listener in list(self.listeners.values()):
             listener.lost_contact(reason)
 
@@ -129,7 +129,7 @@ class Watch:
         job, epoch = next(iter(self.listeners))
         await self.runner.status(job, epoch)
         log.info("%s answers again", self.vm_id)
-        self.down = False
+        self.is_silent = False
         for listener in list(self.listeners.values()):
             listener.contact_again()
 
@@ -201,7 +201,7 @@ class Watches:
     def note_answer(self, vm_id: str) -> None:
         """The machine answers other requests: end the pause before the next poll."""
         if watch := self._by_machine.get(vm_id):
-            watch.seen.set()
+            watch.contacted.set()
 
     def note_end(self, vm_id: str, watch: Watch) -> None:
         """The watch has ended; if it crashed and still has listeners, a new one starts."""

@@ -49,25 +49,25 @@ class Later(Generic[Result]):
 
 
 class Batcher(Generic[One, Result]):
-    """Collects requests that arrive while others are being handled; `deal` answers many at once, in their order."""
+    """Collects requests that arrive while others are being handled; `handle` answers many at once, in their order."""
 
     def __init__(
         self,
-        deal: Callable[
+        handle: Callable[
             [Sequence[One]], Awaitable[Sequence[Result | BaseException | Later[Result]]]
         ],
     ) -> None:
-        self._deal = deal
+        self._handle = handle
         self._waiting: list[tuple[One, asyncio.Future[Result]]] = []
-        self._dealing: asyncio.Task[None] | None = None
-        self._slow: set[asyncio.Task[Result]] = set()
+        self._working: asyncio.Task[None] | None = None
+        self._slow_tasks: set[asyncio.Task[Result]] = set()
 
     async def ask(self, one: One) -> Result:
         """Return the answer, or raise its error. If the caller is cancelled meanwhile, this returns only once the work is over."""
         entry = (one, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
-        if self._dealing is None or self._dealing.done():
-            self._dealing = asyncio.create_task(self._work_off())
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work_off())
         try:
             return await asyncio.shield(entry[1])
         except asyncio.CancelledError:
@@ -81,14 +81,14 @@ class Batcher(Generic[One, Result]):
         while self._waiting:
             batch, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             try:
-                results = await self._deal([one for one, _ in batch])
+                results = await self._handle([one for one, _ in batch])
             # every error goes to the callers, which would otherwise wait for ever
             except BaseException as error:  # noqa: BLE001
                 results = [error] * len(batch)
             for (_, future), result in zip(batch, results, strict=True):
                 if isinstance(result, Later):
                     slow_task = cast("Later[Result]", result).task
-                    self._slow.add(slow_task)
+                    self._slow_tasks.add(slow_task)
                     slow_task.add_done_callback(partial(self._pass_on, future))
                 elif isinstance(result, BaseException):
                     future.set_exception(result)
@@ -96,7 +96,7 @@ class Batcher(Generic[One, Result]):
                     future.set_result(result)
 
     def _pass_on(self, future: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
-        self._slow.discard(task)
+        self._slow_tasks.discard(task)
         if task.cancelled():
             future.cancel()
         elif (error := task.exception()) is not None:
@@ -128,13 +128,13 @@ class Writes:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._gathered = Batcher[Write, Any](self._deal)
+        self._gathered = Batcher[Write, Any](self._write_batch)
 
     async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
         """Like `Database.in_thread`, for a write about this attempt. `ends`: it ends the attempt."""
         return await self._gathered.ask(Write(epoch, fn, ends))
 
-    async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
+    async def _write_batch(self, writes: Sequence[Write]) -> Sequence[Any]:
         if len(writes) > 1:
             try:
                 return await self._database.in_thread(lambda session: _write_all(session, writes))
@@ -156,13 +156,13 @@ class Reads(Generic[One, Result]):
     ) -> None:
         self._database = database
         self._fn = fn
-        self._gathered = Batcher[One, Result | None](self._deal)
+        self._gathered = Batcher[One, Result | None](self._read_batch)
 
     async def look(self, one: One) -> Result | None:
         """Like `Database.read_in_thread`, for one key."""
         return await self._gathered.ask(one)
 
-    async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
+    async def _read_batch(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
         try:
             results = await self._read_keys(keys)
             return [results.get(key) for key in keys]
@@ -171,7 +171,7 @@ class Reads(Generic[One, Result]):
         except Exception as error:  # noqa: BLE001  # an unknown one of them cannot be read
             if len(keys) == 1:
                 return [error]
-        return [result for key in keys for result in await self._deal([key])]
+        return [result for key in keys for result in await self._read_batch([key])]
 
     async def _read_keys(self, keys: Sequence[One]) -> Mapping[One, Result]:
         return await self._database.read_in_thread(lambda session: self._fn(session, keys))

@@ -116,7 +116,9 @@ class Collector:
                 except Changed as change:
                     changed_path = str(change)
                     continue
-                await self._write_through_gateway("publish", partial(_publish_folder, folder, target, tree))
+                await self._write_through_gateway(
+                    "publish", partial(_publish_folder, folder, target, tree)
+                )
                 return None
             return f"{changed_path} has been changed since the command ended"
         finally:

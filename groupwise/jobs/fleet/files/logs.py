@@ -146,7 +146,7 @@ class LogMirror:
     def __init__(self, logs: Path, gateway: Gateway) -> None:
         self._logs = logs
         self._gateway = gateway
-        self._cut: set[tuple[int, int]] = set()
+        self._checked: set[tuple[int, int]] = set()
         """Logs (epoch, rank) whose torn end was cut off since this process started, as far as they are remembered."""
 
     async def catch_up(self, part: Part, size: int) -> None:
@@ -154,14 +154,14 @@ class LogMirror:
 
         def open_log() -> tuple[Path, int]:
             path = make(self._logs, part.job_id, part.epoch, part.rank)
-            if (part.epoch, part.rank) not in self._cut:
+            if (part.epoch, part.rank) not in self._checked:
                 return path, cut(path, part.log_offset)
             return path, path.stat().st_size
 
         path, local_size = await self._gateway.write("log.open", open_log)
-        if len(self._cut) >= REMEMBERED:
-            self._cut.clear()  # cutting again costs one check, and at most bytes that are fetched again
-        self._cut.add((part.epoch, part.rank))
+        if len(self._checked) >= REMEMBERED:
+            self._checked.clear()  # cutting again costs one check, and at most bytes that are fetched again
+        self._checked.add((part.epoch, part.rank))
         while local_size < size:
             piece = await part.runner.log(part.job_id, part.epoch, local_size, limit=PIECE)
             if not piece.data:

@@ -126,7 +126,9 @@ class MachineClearing:
         except Exception:  # a row written by hand must not keep other machines from being cleared
             log.exception("%s is not cleared", machine.vm_id)
 
-    async def _forget_attempts(self, machine: Machine, runner: Runner, observation: Observation) -> None:
+    async def _forget_attempts(
+        self, machine: Machine, runner: Runner, observation: Observation
+    ) -> None:
         ended_attempts = {(s.job, s.epoch): s for s in observation.attempts if s.state in OVER}
         if not ended_attempts:
             return

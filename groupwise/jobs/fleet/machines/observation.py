@@ -118,7 +118,9 @@ def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> 
     if vm.misses >= MISSES and vm.contact in (Contact.NEW, Contact.OK):
         contact_before, vm.contact = vm.contact, Contact.UNREACHABLE
         vm.unreachable_since = now
-        _append_event(session, vm, events.VM_UNREACHABLE, contact_before, detail={"problem": vm.problem})
+        _append_event(
+            session, vm, events.VM_UNREACHABLE, contact_before, detail={"problem": vm.problem}
+        )
         logger.warning("machine %s does not answer: %s", vm_id, vm.problem)
     return vm.misses
 
@@ -339,8 +341,8 @@ def _key_problem(vm: VM, host_key: keys.HostKey) -> str:
             f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
-        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand between, or "
-        f"it was set up again; nothing is sent there. If the new one is right: `{command}`"
+        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand between, "
+        f"or it was set up again; nothing is sent there. If the new one is right: `{command}`"
     )
 
 

@@ -285,7 +285,9 @@ class _BuildTask:
         observation = await self.runner.observe(probe=NO_PROBE)
         return [state for state in observation.attempts if state.job == self.job]
 
-    async def _start_attempt(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
+    async def _start_attempt(
+        self, spec: JobSpec, secrets: Mapping[str, str], epoch: int
+    ) -> MemberState:
         """Launch the attempt, or return the state of one that another caller has launched first."""
         for round_number in range(LAUNCHES):
             sent_bytes = await self.runner.provide(self.store, spec.files)
@@ -371,7 +373,7 @@ class _Follower:
     def __init__(self, runner: Runner, tell: Tell) -> None:
         self.runner, self.tell = runner, tell
         self._offset = 0
-        self._rest = b""
+        self._partial_line = b""
         self._silent_since: float | None = None
 
     async def follow(self, state: MemberState) -> MemberState:
@@ -406,11 +408,11 @@ class _Follower:
             if not part.data:
                 break
             self._offset += len(part.data)
-            *lines, self._rest = (self._rest + part.data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + part.data).split(b"\n")
             for line in lines:
                 self.tell(line.decode("utf-8", "replace"))
-        if state.state not in ALIVE and self._rest:
-            self.tell(self._rest.decode("utf-8", "replace"))
+        if state.state not in ALIVE and self._partial_line:
+            self.tell(self._partial_line.decode("utf-8", "replace"))
 
     def _note_contact(self) -> None:
         if self._silent_since is not None:

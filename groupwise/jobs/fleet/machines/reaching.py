@@ -43,12 +43,12 @@ def door_of(machine: Machine, host: Host) -> Door | None:
     kind = _engine_kind(machine)
     if kind is None or machine.engine is None:
         return None
-    settings = machine.engine.said
+    settings = machine.engine.body
     return kind.door(WayToEngine(host, machine.workdir, machine.python, settings.address))
 
 
 def _engine_kind(machine: Machine) -> EngineKind | None:
-    return None if machine.engine is None else ENGINES.get(machine.engine.said.name)
+    return None if machine.engine is None else ENGINES.get(machine.engine.body.name)
 
 
 async def shown_key(machine: Machine) -> HostKey:

@@ -117,7 +117,7 @@ class PendingIds:
     def __init__(self) -> None:
         self._ids: set[str] = set()
         self._lock = threading.Lock()
-        self._some = asyncio.Event()
+        self._has_ids = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, job_ids: Iterable[str]) -> None:
@@ -134,17 +134,17 @@ class PendingIds:
     def _wake(self) -> None:
         loop = self._loop
         if loop is None:
-            self._some.set()  # no task waits yet; the event only remembers
+            self._has_ids.set()  # no task waits yet; the event only remembers
             return
         try:
             is_same_loop = asyncio.get_running_loop() is loop
         except RuntimeError:
             is_same_loop = False
         if is_same_loop:
-            self._some.set()
+            self._has_ids.set()
         else:
             with suppress(RuntimeError):  # the loop has ended, and the waiter with it
-                loop.call_soon_threadsafe(self._some.set)
+                loop.call_soon_threadsafe(self._has_ids.set)
 
     async def wait(self, timeout: float | None) -> frozenset[str]:
         """Return all ids, as soon as there are any; empty after `timeout` seconds without one. None: wait without a limit."""
@@ -152,7 +152,7 @@ class PendingIds:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while True:
-                    await self._some.wait()
+                    await self._has_ids.wait()
                     if ids := self.take():
                         return ids
         return self.take()
@@ -160,6 +160,6 @@ class PendingIds:
     def take(self) -> frozenset[str]:
         """Take and return all present ids."""
         with self._lock:
-            self._some.clear()
+            self._has_ids.clear()
             ids, self._ids = frozenset(self._ids), set()
         return ids

@@ -41,7 +41,7 @@ class LocalDoorbell:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder / FOLDER if folder is not None else None
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._socket: socket.socket | None = None
         self._system = _system_id()
         self._name = f"{self._system}-{os.getpid()}-{secrets.token_hex(4)}.sock"
@@ -53,7 +53,7 @@ class LocalDoorbell:
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
         ids = frozenset(job_ids)
-        self._heard.put(ids)
+        self._received.put(ids)
         if self._folder is None or not ids:
             return
         try:
@@ -70,7 +70,7 @@ class LocalDoorbell:
         if not self._listening:
             self._listening = True
             self._listen()
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
@@ -104,7 +104,7 @@ class LocalDoorbell:
         with suppress(BlockingIOError):
             while True:
                 # One byte more than the limit: a message that was cut off is then recognised as too long.
-                self._heard.put(ids_in(listener.recv(LARGEST + 1)))
+                self._received.put(ids_in(listener.recv(LARGEST + 1)))
 
 
 def _system_id() -> str:

@@ -124,33 +124,37 @@ class NatsLink:
     ) -> None:
         """`absent`: the log level for a server that is missing from the start."""
         self._access = access
-        self._absent = absent
+        self._absent_level = absent
         self._subject = subject
-        self._heard = heard
+        self._on_payload = heard
         self._listening = False
         self._client: Client | None = None
-        self._there = asyncio.Event()
-        self._tried = asyncio.Event()
-        self._stirred = asyncio.Event()
+        self._connected = asyncio.Event()
+        self._has_tried = asyncio.Event()
+        self._wake_up = asyncio.Event()
         """Set to wake the task `_connecting`."""
         self._connecting: asyncio.Task[None] | None = None
-        self._was_there: bool | None = None
+        self._was_connected: bool | None = None
         self._last_error: Exception | None = None
-        self._complained: set[str] = set()
+        self._reported_errors: set[str] = set()
         self._refusals: list[str] = []
         """The server's messages that refuse the present publication."""
-        self._refused: dict[str, str] = {}
+        self._refusal_by_subject: dict[str, str] = {}
         """The server's refusal by subject, until a message is accepted there."""
 
     @property
     def is_there(self) -> bool:
         """True while there is a connection."""
-        return self._there.is_set()
+        return self._connected.is_set()
 
     @property
     def trouble(self) -> str | None:
         """The reason why nothing can be published; None: no obstacle is known."""
-        return "; ".join(self._refused.values()) or None if self.is_there else "it is not there"
+        return (
+            "; ".join(self._refusal_by_subject.values()) or None
+            if self.is_there
+            else "it is not there"
+        )
 
     @property
     def largest(self) -> int:
@@ -166,16 +170,16 @@ class NatsLink:
         """Start to receive messages that are published on the subject."""
         if not self._listening:
             self._listening = True
-            self._stirred.set()
+            self._wake_up.set()
         self.open()
 
     async def until_there(self) -> None:
         """Wait for a connection, without a time limit."""
-        await self._there.wait()
+        await self._connected.wait()
 
     async def until_tried(self) -> None:
         """Wait until the first attempt to connect has succeeded or failed."""
-        await self._tried.wait()
+        await self._has_tried.wait()
 
     async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
         """Publish (subject, payload) pairs in order; return when the server has taken all of them. Raises NatsAway, NatsRefused.
@@ -197,9 +201,9 @@ class NatsLink:
         except Exception as error:
             raise NatsAway(f"NATS at {self._access.shown}: {_describe_error(error)}") from error
         for subject, _ in texts:
-            self._refused.pop(subject, None)
+            self._refusal_by_subject.pop(subject, None)
         if self._refusals:
-            self._refused.update((subject, self._refusals[0]) for subject, _ in texts)
+            self._refusal_by_subject.update((subject, self._refusals[0]) for subject, _ in texts)
             raise NatsRefused(f"NATS at {self._access.shown}: {self._refusals[0]}")
 
     async def close(self) -> None:
@@ -217,29 +221,29 @@ class NatsLink:
                 backoff.reset()
                 self._client = client
                 self._last_error = None
-                self._there.set()
-                self._tried.set()
-                if self._was_there is not True:
+                self._connected.set()
+                self._has_tried.set()
+                if self._was_connected is not True:
                     logger.info("NATS at %s is there", self._access.shown)
-                self._was_there = True
+                self._was_connected = True
                 await self._stay_connected(client)
             except Exception as error:  # noqa: BLE001 — a foreign server and its library may raise anything: the fleet continues without
                 reason = _describe_error(self._last_error or error)
             finally:
                 self._client = None
-                self._there.clear()
+                self._connected.clear()
                 await _close_client(client)
-            self._tried.set()
-            if self._was_there is not False:
+            self._has_tried.set()
+            if self._was_connected is not False:
                 logger.log(
-                    self._absent if self._was_there is None else logging.WARNING,
+                    self._absent_level if self._was_connected is None else logging.WARNING,
                     "NATS at %s %s (%s). It is tried again until it comes; "
                     "the database is looked at regularly, so that no job waits for it",
                     self._access.shown,
-                    "is not there" if self._was_there is None else "has gone",
+                    "is not there" if self._was_connected is None else "has gone",
                     reason,
                 )
-            self._was_there = False
+            self._was_connected = False
             await asyncio.sleep(backoff.next())
 
     async def _connect(self, client: Client) -> None:
@@ -263,7 +267,7 @@ class NatsLink:
         """Return when the connection has ended; raise when the server stops answering."""
         subscribed = False
         while not client.is_closed:
-            self._stirred.clear()
+            self._wake_up.clear()
             if self._listening and self._subject is not None and not subscribed:
                 subscribed = True
                 await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
@@ -273,14 +277,14 @@ class NatsLink:
                     pending_bytes_limit=KEPT_BYTES,
                 )
             await client.rtt(timeout=ANSWERING)
-            await wait_at_most(CHECKED, self._stirred)
+            await wait_at_most(CHECKED, self._wake_up)
 
     async def _on_message(self, message: Msg) -> None:
-        if self._heard is not None:
-            self._heard(message.data)
+        if self._on_payload is not None:
+            self._on_payload(message.data)
 
     async def _on_closed(self) -> None:
-        self._stirred.set()
+        self._wake_up.set()
 
     async def _on_error(self, error: Exception) -> None:
         """Handle errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
@@ -290,8 +294,8 @@ class NatsLink:
             return
         if "publish" in message.lower():  # rather than a subscription
             self._refusals.append(message)
-        if message not in self._complained:
-            self._complained.add(message)
+        if message not in self._reported_errors:
+            self._reported_errors.add(message)
             logger.warning("NATS at %s: %s", self._access.shown, message)
 
 
@@ -300,9 +304,9 @@ class NatsDoorbell:
 
     def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
         self._subject = subject
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._unsent = PendingIds()
-        self._link = NatsLink(access, subject, lambda payload: self._heard.put(ids_in(payload)))
+        self._link = NatsLink(access, subject, lambda payload: self._received.put(ids_in(payload)))
         self._sender: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -314,14 +318,14 @@ class NatsDoorbell:
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`. Sent once `open` or `wait` was called; kept until then, up to a bound."""
         rung = frozenset(job_ids)
-        self._heard.put(rung)
+        self._received.put(rung)
         self._unsent.put(rung)
 
     async def wait(self, timeout: float) -> frozenset[str]:
         """See `Doorbell`."""
         self._link.listen()
         self.open()
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""

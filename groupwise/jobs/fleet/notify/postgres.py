@@ -44,7 +44,7 @@ class PostgresDoorbell:
     def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
         self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
         self._channel = channel
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._unsent = PendingIds()
         self._listener: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class PostgresDoorbell:
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
         rung = frozenset(job_ids)
-        self._heard.put(rung)
+        self._received.put(rung)
         self._unsent.put(rung)
 
     async def wait(self, timeout: float) -> frozenset[str]:
@@ -69,7 +69,7 @@ class PostgresDoorbell:
         self.open()
         if self._listener is None:
             self._listener = asyncio.create_task(self._keep_connected(self._listen))
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
@@ -111,7 +111,7 @@ class PostgresDoorbell:
         try:
             while True:
                 async for notification in connection.notifies(timeout=CHECKED):
-                    self._heard.put(ids_in(notification.payload.encode("utf-8", "replace")))
+                    self._received.put(ids_in(notification.payload.encode("utf-8", "replace")))
                 async with asyncio.timeout(CHECKED):
                     await connection.execute("SELECT 1")
         finally:

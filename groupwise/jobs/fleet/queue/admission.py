@@ -190,7 +190,9 @@ def _submit_portion(
     for request, key in portion:
         try:
             _check_texts(request, project)
-            existing = _require_same_request(None if key is None else jobs_by_key.get(key), None, digest)
+            existing = _require_same_request(
+                None if key is None else jobs_by_key.get(key), None, digest
+            )
         except (UsageError, Refusal) as error:
             refusal = error  # raised at the end: earlier requests may be invalid too
             break
@@ -256,7 +258,9 @@ def _find_existing(
 ) -> Job | None:
     """The existing job of the same request, if any. Raises if the key or id belongs to another request."""
     if key is not None:
-        existing = _require_same_request(_find_by_key(session, project, [key]).get(key), job_id, digest)
+        existing = _require_same_request(
+            _find_by_key(session, project, [key]).get(key), job_id, digest
+        )
         if existing is not None:
             return existing
     existing = None if job_id is None else session.get(Job, job_id)
@@ -515,7 +519,9 @@ def _parse_document(row: _Row, errors: list[str]) -> RequestDocument | None:
         return None
 
 
-def _predecessor_problems(row: _Row, columns: Columns, beyond: RequestDocument, fleet: _Fleet) -> list[str]:
+def _predecessor_problems(
+    row: _Row, columns: Columns, beyond: RequestDocument, fleet: _Fleet
+) -> list[str]:
     """Check the jobs that this one is to follow."""
     errors: list[str] = []
     for entry in beyond.after:
@@ -527,7 +533,9 @@ def _predecessor_problems(row: _Row, columns: Columns, beyond: RequestDocument, 
     return errors
 
 
-def _admit_row(row: _Row, spec: JobSpec, beyond: RequestDocument, fleet: _Fleet) -> _Admitted | list[str]:
+def _admit_row(
+    row: _Row, spec: JobSpec, beyond: RequestDocument, fleet: _Fleet
+) -> _Admitted | list[str]:
     """The decision on a valid row; an empty list while the default number of GPUs is unknown."""
     resources = beyond.resources
     if resources.settled(0) != resources.settled(1):
@@ -551,7 +559,7 @@ def _gpus_by_default(session: Session) -> int | None:
         return 1
     documents = session.scalars(select(VM.engine).where(VM.active, VM.engine.is_not(None)))
     engines = (elastic_of(document) for document in documents)
-    if any(engine is not None and engine.said.gpus > 0 for engine in engines):
+    if any(engine is not None and engine.body.gpus > 0 for engine in engines):
         return 1
     observed_machines = select(VM.vm_id).where(
         VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None)
@@ -700,9 +708,9 @@ def _write_admitted(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) 
             fleet.now if job.row.values["generation"] else min(created_at.timestamp(), fleet.now)
         )
         due_at = waiting_since - job.row.values["priority"] * PRIORITY_SECONDS
-        positions.append(fleet.projects[job.project].line.place(due_at, job.resources))
+        positions.append(fleet.projects[job.project].queue.place(due_at, job.resources))
     for project in fleet.projects.values():
-        project.line.settle()
+        project.queue.settle()
     values: list[dict[str, Any]] = []
     for job, position in zip(jobs, positions, strict=True):
         values.append(
@@ -751,7 +759,7 @@ class _ProjectShare:
     max_waiting: int | None
     waiting: int
     """Counted only if there is a limit."""
-    line: ProjectQueue
+    queue: ProjectQueue
 
     def full(self, remedy: str, ahead: int = 0) -> str | None:
         """The reason why no more jobs of the project may wait; None: they may."""

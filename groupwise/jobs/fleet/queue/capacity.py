@@ -79,7 +79,7 @@ class View:
 
     now: float
     machines: dict[str, Machine]
-    patient: deque[tuple[RankKey, Resources, str]] = field(
+    long_waiting: deque[tuple[RankKey, Resources, str]] = field(
         default_factory=deque[tuple[RankKey, Resources, str]]
     )
     """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a later job is placed."""
@@ -190,8 +190,8 @@ class View:
 
     def held_before(self, key: RankKey) -> Held:
         """Capacity withheld for jobs before this one in the queue."""
-        while self.patient and self.patient[0][0] < key:
-            other_key, resources, project = self.patient.popleft()
+        while self.long_waiting and self.long_waiting[0][0] < key:
+            other_key, resources, project = self.long_waiting.popleft()
             if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
                 self.withhold_for(resources, project, other_key)
         total = NOTHING_HELD
@@ -249,10 +249,12 @@ def _read_machines(
         strays = untracked_processes.holding(facts)
         engine = elastic_of(row.engine)
         usable_gpus = (
-            () if engine else tuple(_without_untracked(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+            ()
+            if engine
+            else tuple(_without_untracked(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
         )
         slots = (
-            engine.said.slots
+            engine.body.slots
             if engine
             else (int(not usable_gpus) if row.cpu_slots is None else row.cpu_slots)
         )

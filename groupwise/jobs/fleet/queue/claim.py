@@ -94,10 +94,10 @@ class Claimed:
 class Round:
     """The result of one `claim`."""
 
-    made: Sequence[Claimed] = ()
+    claimed: Sequence[Claimed] = ()
     unplaced: Unplaced | None = None
     """Jobs that `mark` is to make pending, if any."""
-    again: bool = False
+    has_more: bool = False
     """Attempts were made, and more jobs may be able to start now."""
 
 
@@ -134,9 +134,9 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     if plan.dependent or plan.blocked:
         blocked_jobs = sorted(plan.blocked.values(), key=lambda blocked_job: blocked_job.key)
         unplaced = Unplaced(plan.dependent, blocked_jobs, is_drained)
-        return Round(claimed, unplaced, again=bool(claimed) and has_more)
+        return Round(claimed, unplaced, has_more=bool(claimed) and has_more)
     woken_count = requeue_pending.wake_unnoticed(session, view) if is_drained else 0
-    return Round(claimed, again=bool(claimed) and (has_more or bool(woken_count)))
+    return Round(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
 
 
 def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
@@ -330,7 +330,9 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _EarlierAttempts]) 
 class _Plan:
     """A plan of where candidates would go, made without locks on machines."""
 
-    before: dict[str, _EarlierAttempts] = field(default_factory=dict[str, _EarlierAttempts])
+    earlier_attempts: dict[str, _EarlierAttempts] = field(
+        default_factory=dict[str, _EarlierAttempts]
+    )
     placed: list[tuple[_Candidate, Placement]] = field(
         default_factory=list[tuple[_Candidate, Placement]]
     )
@@ -348,7 +350,7 @@ class _Plan:
 
     def earlier(self, job: _Candidate) -> _EarlierAttempts:
         """Earlier attempts of the job."""
-        return self.before.get(job.job_id) or _EarlierAttempts()
+        return self.earlier_attempts.get(job.job_id) or _EarlierAttempts()
 
 
 def _place_all(
@@ -360,7 +362,7 @@ def _place_all(
     """
     remaining = limit
     for _ in range(MOST_LOOKS):
-        plan.before.update(_earlier_attempts(session, jobs))
+        plan.earlier_attempts.update(_earlier_attempts(session, jobs))
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
         startable = [job for job in jobs if job.job_id not in unmet]
@@ -449,7 +451,9 @@ def _book_capacity(session: Session, view: View, plan: _Plan, lease: Lease) -> l
         bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
     claimed = _make_or_split(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
-    events.append_many(session, [event for attempt in claimed for event in _claim_events(attempt, actor)])
+    events.append_many(
+        session, [event for attempt in claimed for event in _claim_events(attempt, actor)]
+    )
     return claimed
 
 
@@ -674,9 +678,7 @@ def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) ->
         events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
-def _mark_blocked(
-    session: Session, heads: Sequence[_Candidate], view: View, actor: str
-) -> None:
+def _mark_blocked(session: Session, heads: Sequence[_Candidate], view: View, actor: str) -> None:
     """Make the first job of each shape pending if it still finds no room, with the later queued jobs of the same shape."""
     remaining = MOST_MARKED
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})

@@ -30,27 +30,27 @@ from groupwise.jobs.hosts.spec import Limits
 class Elastic:
     """The engine to which a machine submits jobs."""
 
-    said: EngineBody
+    body: EngineBody
     problem: str | None = None
     """The reason why it gets no jobs; None: it may."""
 
     @property
     def title(self) -> str:
         """The engine's name for display."""
-        kind = ENGINES.get(self.said.name)
-        return self.said.name if kind is None else kind.title
+        kind = ENGINES.get(self.body.name)
+        return self.body.name if kind is None else kind.title
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
         """The engine and its options for a job. Raises UsageError if its options are invalid."""
         request = EngineRequest(
             resources.gpu_count,
-            self.said.gpu_model,
+            self.body.gpu_model,
             resources.cpus,
             resources.ram_mb,
-            self.said.options,
+            self.body.options,
             limits,
         )
-        return Engine(self.said.name, ENGINES[self.said.name].options(request))
+        return Engine(self.body.name, ENGINES[self.body.name].options(request))
 
 
 def elastic_of(document: object) -> Elastic | None:
@@ -91,7 +91,7 @@ def _unusable(body: EngineBody) -> str | None:
 
 def unfit(resources: Resources, elastic: Elastic) -> str | None:
     """The reason why the engine cannot run the job, even if all places are free; None: it can."""
-    body, title = elastic.said, elastic.title
+    body, title = elastic.body, elastic.title
     if resources.machines > 1:
         return f"a job on several machines is not given to {title}, which begins each when it likes"
     if resources.named:

@@ -139,7 +139,9 @@ def after_end(
         )
     is_same_machine = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
     spent = counted(job.spent, failure, again=is_same_machine)
-    if refusal := _retry_forbidden(job.policy, has_run) or _budget_exhausted(job.policy, failure, spent):
+    if refusal := _retry_forbidden(job.policy, has_run) or _budget_exhausted(
+        job.policy, failure, spent
+    ):
         return Verdict(
             JobStatus.FAILED,
             f"{failure}: {because} ({refusal})",
@@ -173,7 +175,9 @@ def _retry_forbidden(policy: RetryPolicy, has_run: bool) -> str | None:
     return "the job allows no second execution" if policy.once and has_run else None
 
 
-def _budget_exhausted(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:
+def _budget_exhausted(
+    policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]
+) -> str | None:
     """The reason why there is no further attempt; None: there is one. `spent` includes the failure that has just happened."""
     budget = BUDGETS[failure]
     if failure is FailureClass.GPU_OOM and not policy.smaller_batch:

@@ -56,15 +56,15 @@ class QueuePosition:
 class _Gap:
     """Two jobs that are neighbours in the database; None: there is no job on that side."""
 
-    before: QueuePosition | None
-    behind: QueuePosition | None
-    put_off: float = 0.0
+    previous: QueuePosition | None
+    following: QueuePosition | None
+    shift: float = 0.0
     """Seconds by which all jobs after the gap will be postponed."""
 
     def has(self, due: float) -> bool:
         """True if a job with this due time goes here; it goes after those with the same time."""
-        return (self.before is None or self.before.due <= due) and (
-            self.behind is None or due < self.behind.due
+        return (self.previous is None or self.previous.due <= due) and (
+            self.following is None or due < self.following.due
         )
 
 
@@ -89,21 +89,23 @@ class ProjectQueue:
             )
             self._gaps.append(gap)
         index = bisect_right(self._placed, due, key=lambda position: position.due)
-        predecessors = [*self._with_new_rank(gap.before), *self._placed[:index][-1:]]
-        successors = [*self._with_new_rank(gap.behind), *self._placed[index:][:1]]
+        predecessors = [*self._with_new_rank(gap.previous), *self._placed[:index][-1:]]
+        successors = [*self._with_new_rank(gap.following), *self._placed[index:][:1]]
         rank = max([due, *(position.end for position in predecessors)])
         new_position = QueuePosition(due, rank, self._turn_seconds(resources))
         shift = new_position.end - min(
             [new_position.end, *(position.rank for position in successors)]
         )
         if shift:
-            if gap.behind is not None:
-                last_position = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
+            if gap.following is not None:
+                last_position = self._neighbour(Job.due >= gap.following.due, *_BACKWARDS)
                 span = (
-                    0.0 if last_position is None else max(0.0, last_position.rank - gap.behind.rank)
+                    0.0
+                    if last_position is None
+                    else max(0.0, last_position.rank - gap.following.rank)
                 )
                 shift += MARGIN * span
-            gap.put_off += shift
+            gap.shift += shift
             for position in self._placed[index:]:
                 position.rank += shift
         self._placed.insert(index, new_position)
@@ -116,14 +118,16 @@ class ProjectQueue:
         waiting for the project.
         """
         for gap in self._gaps:
-            if gap.behind is None or not gap.put_off:
+            if gap.following is None or not gap.shift:
                 continue
-            later_jobs = select(Job.job_id).where(*self._waiting_jobs(), Job.due >= gap.behind.due)
+            later_jobs = select(Job.job_id).where(
+                *self._waiting_jobs(), Job.due >= gap.following.due
+            )
             locked = later_jobs.with_for_update(skip_locked=True, key_share=True)
             self._session.execute(
                 update(Job)
                 .where(Job.job_id.in_(locked))
-                .values(rank=Job.rank + gap.put_off)
+                .values(rank=Job.rank + gap.shift)
                 .execution_options(synchronize_session=False)
             )
 
@@ -135,11 +139,11 @@ class ProjectQueue:
         if position is None:
             return []
         earlier_gaps = (
-            g for g in self._gaps if g.behind is not None and g.behind.due <= position.due
+            g for g in self._gaps if g.following is not None and g.following.due <= position.due
         )
         return [
             QueuePosition(
-                position.due, position.rank + sum(g.put_off for g in earlier_gaps), position.turn
+                position.due, position.rank + sum(g.shift for g in earlier_gaps), position.turn
             )
         ]
 

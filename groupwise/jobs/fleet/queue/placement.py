@@ -401,7 +401,9 @@ def _too_few_reason(
     return f"{len(free_gpus)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
 
 
-def _seat_cost(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
+def _seat_cost(
+    resources: Resources, machine: Machine, seat: Seat, avoid: Avoid
+) -> tuple[object, ...]:
     """Sort key of a seat: first entries to avoid, then how much the seat fragments free capacity; the smallest is best."""
     idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
     idle_in_seat = sum(gpu.idle for gpu in seat.gpus)

@@ -1,7 +1,7 @@
 """The request for a job, `JobRequest`, which is the same for the command line, the API and Python.
 
-It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `RequestDocument` is everything else and is stored as one
-JSON document in `jobs.request`; users who write rows may fill it too. Admission (`admission.py`) reads both halves back from the row,
+It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `RequestDocument` is everything else and is stored as
+one JSON document in `jobs.request`; users who write rows may fill it too. Admission (`admission.py`) reads both halves back from the row,
 regardless of its writer, so there is a single way into the queue.
 """
 
@@ -107,7 +107,9 @@ class RequestDocument(_Strict):
 
     def document(self) -> dict[str, Any]:
         """The document for `jobs.request`, without fields that have their defaults."""
-        return self.model_dump(mode="json", exclude_defaults=True, include=set(RequestDocument.model_fields))
+        return self.model_dump(
+            mode="json", exclude_defaults=True, include=set(RequestDocument.model_fields)
+        )
 
     def retry_policy(self) -> RetryPolicy:
         """The retry policy, for the decision after a failure."""
@@ -226,7 +228,11 @@ def problems(request: RequestDocument) -> list[str]:
     ]
     messages = [
         *(f"resources: {problem}" for problem in resource_problems(request.resources)),
-        *(problem for path, entry in request.files.items() for problem in _file_problems(path, entry)),
+        *(
+            problem
+            for path, entry in request.files.items()
+            for problem in _file_problems(path, entry)
+        ),
         *(
             f"secret {name}: a reference is wanted, `env:NAME` or `file:/path` on the control machine"
             for name, reference in request.secrets.items()

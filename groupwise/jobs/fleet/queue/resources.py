@@ -172,7 +172,9 @@ def parse(
     return resources
 
 
-def _parse_gpus(text: str | None, errors: list[str]) -> tuple[int | None, list[int | str], str | None]:
+def _parse_gpus(
+    text: str | None, errors: list[str]
+) -> tuple[int | None, list[int | str], str | None]:
     """Parse --gpus into (count, names, machine). Problems are added to `errors`."""
     if text is None:
         return None, [], None

@@ -78,7 +78,9 @@ def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, di
     if silent:
         query = query.where(VM.contact != Contact.OK)
     rows = session.execute(query.order_by(VM.vm_id))
-    return [(vm_id, attempt) for vm_id, entries in rows for attempt in _quarantined_attempts(entries)]
+    return [
+        (vm_id, attempt) for vm_id, entries in rows for attempt in _quarantined_attempts(entries)
+    ]
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:

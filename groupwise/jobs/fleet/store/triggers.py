@@ -62,7 +62,13 @@ class Rule:
 
 def rules() -> tuple[Rule, ...]:
     """The rules that both databases share, in the order of their checks; PostgreSQL fires triggers by name."""
-    return (*_job_rules(), *_attempt_rules(), *_reservation_rules(), *_event_rules(), *_location_rules())
+    return (
+        *_job_rules(),
+        *_attempt_rules(),
+        *_reservation_rules(),
+        *_event_rules(),
+        *_location_rules(),
+    )
 
 
 def statements(dialect: str) -> Iterator[str]:
@@ -115,9 +121,7 @@ ASKED = (
 
 
 def _job_rules() -> Iterator[Rule]:
-    retried = (
-        f"OLD.status IN {_sql_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
-    )
+    retried = f"OLD.status IN {_sql_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
     yield Rule(
         "job_begins",
         "jobs",

@@ -66,7 +66,9 @@ def job_document(job: Job) -> Document:
     """All columns of its row except the spec, which is long and follows from the request."""
     arguments = None if job.spec is None else job.spec.get("arguments")
     return (
-        {name: getattr(job, name) for name in JOB_FIELDS} | _job_times(job) | {"arguments": arguments}
+        {name: getattr(job, name) for name in JOB_FIELDS}
+        | _job_times(job)
+        | {"arguments": arguments}
     )
 
 

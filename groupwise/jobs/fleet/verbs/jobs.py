@@ -277,7 +277,9 @@ def retry(
     return _change_one(session, actor, job_id, retrying(allowed))
 
 
-def change_many(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
+def change_many(
+    session: Session, actor: Actor, ids: Sequence[str], change: Change
+) -> list[Document]:
     """Make one change to many jobs, in one transaction. Returns each job's new document, or its `job_id` and `error` if it was refused.
 
     The jobs are locked in one order, and then their projects in one order: two callers wait for each other instead of deadlocking.
@@ -330,7 +332,9 @@ def cancelling(reason: str | None = None) -> Change:
     return Change(partial(_cancel_job, detail=None if reason is None else {"reason": reason}))
 
 
-def _cancel_job(session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None) -> None:
+def _cancel_job(
+    session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None
+) -> None:
     if job.status == JobStatus.CANCELLED:
         return
     if job.status in FINAL:

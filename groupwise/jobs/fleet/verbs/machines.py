@@ -173,7 +173,9 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
             f"a machine with GPUs was called {new.vm_id} before, and its history stays. Choose another name for what stands behind an "
             "engine.",
         )
-    vm.lost_at = (vm.lost_at or seconds(session)) if _may_still_run_there(session, new.vm_id) else None
+    vm.lost_at = (
+        (vm.lost_at or seconds(session)) if _may_still_run_there(session, new.vm_id) else None
+    )
     session.flush()
     session.refresh(vm)
     after = {
@@ -323,12 +325,14 @@ def _engine_slots(vm: VM, in_use: int) -> Document:
     engine = elastic.elastic_of(vm.engine)
     if engine is None:
         return {"total_slots": None, "available_slots": None}
-    total = engine.said.slots
+    total = engine.body.slots
     free_slots = max(total - in_use, 0) if _takes_work(vm) and not engine.problem else 0
     return {"total_slots": total, "available_slots": free_slots}
 
 
-def _holder_document(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
+def _holder_document(
+    actor: Actor, reservation: Reservation, attempt: Attempt, job: Job
+) -> Document:
     """The reservation's holder; callers without access to its project learn only that there is one."""
     if not actor.may_see(job.project):
         return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}

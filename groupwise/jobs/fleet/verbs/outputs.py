@@ -35,20 +35,20 @@ class _NameCache:
     """Caches the most recently computed sets of names; the key changes with everything that they depend on."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
+        self._cached: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
         self._lock = Lock()
 
     def of(self, key: Hashable, compute: Callable[[], frozenset[str]]) -> frozenset[str]:
         """The cached set. Two concurrent callers may both compute it."""
         with self._lock:
-            names = self._known.get(key)
+            names = self._cached.get(key)
         if names is None:
             names = compute()
         with self._lock:
-            self._known[key] = names
-            self._known.move_to_end(key)
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+            self._cached[key] = names
+            self._cached.move_to_end(key)
+            while len(self._cached) > REMEMBERED:
+                self._cached.popitem(last=False)
         return names
 
 
@@ -133,7 +133,9 @@ def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
 def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) -> str:
     """Return the hash if a mirrored checkpoint of the job has such a file. Raises `unknown_file`."""
     job_that_left(session, actor, job_id)
-    if sha256 not in _HASHES.of(_cache_key(session, job_id), lambda: _checkpoint_hashes(session, job_id)):
+    if sha256 not in _HASHES.of(
+        _cache_key(session, job_id), lambda: _checkpoint_hashes(session, job_id)
+    ):
         raise Refusal(
             "unknown_file",
             f"no mirrored checkpoint of {job_id} has a file {sha256!r}, or none any more: only the newest are kept.",

@@ -59,7 +59,9 @@ def old_jobs(
         query = query.where(Job.project == project)
     job_ids = session.scalars(query).all()
     awaited_ids = _jobs_waited_for(session)
-    needed_ids = awaited_ids.union(*(_jobs_in_use(session, portion) for portion in _portions(job_ids)))
+    needed_ids = awaited_ids.union(
+        *(_jobs_in_use(session, portion) for portion in _portions(job_ids))
+    )
     return [job_id for job_id in job_ids if job_id not in needed_ids]
 
 

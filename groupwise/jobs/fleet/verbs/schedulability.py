@@ -41,20 +41,20 @@ class _Machine:
     def models(self) -> Iterator[str]:
         """Models of all GPUs that it has or that its engine gives to jobs."""
         yield from (model for _, _, model in self.gpus if model)
-        if self.engine is not None and self.engine.said.gpu_model is not None:
-            yield self.engine.said.gpu_model
+        if self.engine is not None and self.engine.body.gpu_model is not None:
+            yield self.engine.body.gpu_model
 
 
 class _Existing:
     """Index of the properties of some machines, for frequent look-ups."""
 
     def __init__(self, machines: Sequence[_Machine]) -> None:
-        self.having: dict[tuple[str, str], set[int]] = {}
+        self.machines_by_label: dict[tuple[str, str], set[int]] = {}
         """Machines with each label, counted from 0."""
         for number, machine in enumerate(machines):
             for label in machine.labels.items():
-                self.having.setdefault(label, set()).add(number)
-        self.labels = sorted(f"{name}={value}" for name, value in self.having)
+                self.machines_by_label.setdefault(label, set()).add(number)
+        self.labels = sorted(f"{name}={value}" for name, value in self.machines_by_label)
         self.models = sorted({model for machine in machines for model in machine.models})
         self.gpus = {name for machine in machines for gpu in machine.gpus for name in gpu[:2]}
 
@@ -64,7 +64,7 @@ class _Fleet:
     """The machines of a fleet by name, and an index of their properties."""
 
     machines: Mapping[str, _Machine]
-    there: _Existing
+    existing: _Existing
     names: Sequence[str]
 
 
@@ -122,13 +122,15 @@ def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
         )
         yield f"no machine is called {vm!r}{gpu_note}", vm, fleet.names, "vm add"
         return
-    existing = fleet.there if vm is None else _Existing([fleet.machines[vm]])
+    existing = fleet.existing if vm is None else _Existing([fleet.machines[vm]])
     subject = "no machine has" if vm is None else f"machine {vm} does not have"
-    missing_labels = [label for label in labels if label not in existing.having]
+    missing_labels = [label for label in labels if label not in existing.machines_by_label]
     for name, value in missing_labels:
         label_text = f"{name}={value}"
         yield f"{subject} the label {label_text}", label_text, existing.labels, "vm set"
-    machine_sets = [existing.having[label] for label in labels if label in existing.having]
+    machine_sets = [
+        existing.machines_by_label[label] for label in labels if label in existing.machines_by_label
+    ]
     if machine_sets and not missing_labels and not set[int].intersection(*machine_sets):
         label_texts = " and ".join(f"{name}={value}" for name, value in labels)
         yield f"{subject} {label_texts} together", "", (), ""

@@ -127,7 +127,9 @@ def _hashes_without_right(context: RequestContext, hashes: Iterable[str]) -> fro
 
 def _is_stored(context: RequestContext, sha256: str) -> bool:
     """True if the blob need not be sent; it is then kept for a day, in which the caller may name it."""
-    return not (_hashes_without_right(context, [sha256]) or context.serving.folders.blobs.missing([sha256]))
+    return not (
+        _hashes_without_right(context, [sha256]) or context.serving.folders.blobs.missing([sha256])
+    )
 
 
 def _store_piece(

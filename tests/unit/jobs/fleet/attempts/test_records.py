@@ -51,7 +51,7 @@ def epoch(fleet: InProcessFleet) -> int:
 def claimed(fleet: InProcessFleet, limit: int = 1) -> Sequence[claim.Claimed]:
     """What `me` gets."""
     return fleet.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=limit).made
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=limit).claimed
     )
 
 
