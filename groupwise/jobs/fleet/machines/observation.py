@@ -341,8 +341,8 @@ def _key_problem(vm: VM, host_key: keys.HostKey) -> str:
             f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
-        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand between, "
-        f"or it was set up again; nothing is sent there. If the new one is right: `{command}`"
+        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand "
+        f"between, or it was set up again; nothing is sent there. If the new one is right: `{command}`"
     )
 
 
