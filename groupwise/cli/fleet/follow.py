@@ -233,9 +233,9 @@ def _say_change(access: _LogSource, job: dict[str, Any], *, explain: bool) -> No
     say(f"{job['job_id']} {_STATUS_WORDS[job['status']]}{reason}")
 
 
-def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:
+def exit_code_of(jobs: Sequence[dict[str, Any]]) -> int:
     """The exit code of the first job that did not complete; 0 if all did."""
-    for job in ended:
+    for job in jobs:
         if job["status"] == "cancelled":
             return CANCELLED_CODE
         if job["status"] == "failed":

@@ -197,14 +197,14 @@ def _change_in_portions(
     results: list[dict[str, Any]] = []
     for portion in portions(ids):
         try:
-            changed = change.many(access, portion)
+            portion_results = change.many(access, portion)
         except GroupwiseError as error:
             if not as_json:
                 raise
             write_json({"error": {"code": error.code, "message": error.message}, "done": results})
             raise typer.Exit(report_error(error, as_json=False)) from error
-        results += changed
-        for result in changed:
+        results += portion_results
+        for result in portion_results:
             if "error" in result:
                 job_id, message = result["job_id"], result["error"]["message"]
                 text = message if job_id in message else f"{job_id}: {message}"

@@ -504,10 +504,10 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
 # The fleet as a whole
 
 
-def print_status(found: Document) -> None:
+def print_status(fleet_status: Document) -> None:
     """Print the state of a fleet in a few lines, wrapped in a terminal."""
-    counts = {status: count for status, count in found["jobs"].items() if count}
-    machines = found["machines"]
+    counts = {status: count for status, count in fleet_status["jobs"].items() if count}
+    machines = fleet_status["machines"]
     gpus = (
         f", {machines['gpus_available']} of {machines['gpus']} GPUs free"
         if machines["gpus"]
@@ -519,7 +519,7 @@ def print_status(found: Document) -> None:
         "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
         "running": [
             f"{process['role']} on {process['host']}, process {process['pid']}"
-            for process in found["processes"]
+            for process in fleet_status["processes"]
             if process["alive"]
         ],
     }
@@ -528,9 +528,9 @@ def print_status(found: Document) -> None:
         lines = [line for text in texts for line in fold(one_line(text), margin)]
         for number, line in enumerate(lines):
             print_text(f"{'' if number else name:<{margin}}{line}")
-    if found["alarms"]:
+    if fleet_status["alarms"]:
         print_text("")
-    for alarm in found["alarms"]:
+    for alarm in fleet_status["alarms"]:
         _print_folded("! ", alarm["message"])
         _print_folded("  → ", alarm["remedy"])
 

@@ -210,20 +210,20 @@ def _jump_host(alias: Alias, trust: Trust) -> dict[str, Any]:
     }
 
 
-def private_key(given: str | None) -> str | None:
+def private_key(option: str | None) -> str | None:
     """The private key's path, absolute because the fleet runs in another folder. Without an option, the first key that ssh would try."""
-    if given is None:
+    if option is None:
         folder = Path("~/.ssh").expanduser()
         default_key = next((folder / name for name in KEYS if (folder / name).is_file()), None)
         return None if default_key is None else str(default_key)
-    path = Path(given).expanduser().absolute()
+    path = Path(option).expanduser().absolute()
     if not path.is_file():
         raise UsageError(
-            f"--key {given}: there is no such file; the private key is expected, not the .pub."
+            f"--key {option}: there is no such file; the private key is expected, not the .pub."
         )
     if path.suffix == ".pub":
         raise UsageError(
-            f"--key {given} is the public half; the private key is {path.with_suffix('')}."
+            f"--key {option} is the public half; the private key is {path.with_suffix('')}."
         )
     return str(path)
 

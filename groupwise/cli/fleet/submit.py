@@ -490,12 +490,12 @@ def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]
             jobs[location] = {**base, **line_fields}
         else:
             try:
-                words = shlex.split(line)
+                arguments = shlex.split(line)
             except ValueError as error:
                 raise UsageError(
                     f"{location}: {error}: quotes are closed on the same line."
                 ) from None
-            jobs[location] = {**base, "arguments": [*base.get("arguments", ()), *words]}
+            jobs[location] = {**base, "arguments": [*base.get("arguments", ()), *arguments]}
         if not any(jobs[location].get(key) for key in ("arguments", "job_type", "model")):
             raise UsageError(
                 f"{location}: there is nothing to run: give `arguments` or a `job_type` in the line, or a command behind the options."
@@ -523,13 +523,11 @@ def _submit_jobs(
         )
     except Refusal as refusal:
         # If one of several jobs is refused, name its line in the array.
-        field, _, number = (
-            refusal.errors[0].field.partition(".") if refusal.errors else ("", "", "")
-        )
-        if field != "jobs" or not number.isdecimal() or int(number) >= len(jobs):
+        field, _, index = refusal.errors[0].field.partition(".") if refusal.errors else ("", "", "")
+        if field != "jobs" or not index.isdecimal() or int(index) >= len(jobs):
             raise
         message = refusal.errors[0].message
-        raise UsageError(at([*jobs][int(number)], message)) from refusal
+        raise UsageError(at([*jobs][int(index)], message)) from refusal
     ids = [job["job_id"] for job in accepted]
     for note in dict.fromkeys(note for job in accepted for note in job["notes"]):
         say(note)

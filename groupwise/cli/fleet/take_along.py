@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def take_along(
     access: FleetClient,
     documents: Mapping[str, dict[str, Any]],
-    words: Sequence[str],
+    file_options: Sequence[str],
     dry_run: bool,
 ) -> None:
     """Give each job the manifest of its files: those of `--file` (`words`), and its own dataset and reward function."""
     of_all: dict[str, Path] = {}
-    for file_option in words:
+    for file_option in file_options:
         _add_files(of_all, *_parse_file_option(file_option))
     own_files: dict[str, dict[str, Path]] = {}
     for location, document in documents.items():
@@ -162,6 +162,6 @@ def _check_documents(documents: Mapping[str, Mapping[str, Any]]) -> None:
             raise UsageError(at(location, error.message)) from error
 
 
-def at(place: str, message: str) -> str:
+def at(location: str, message: str) -> str:
     """A message with the line of the array that it is about; jobs from options alone have no line."""
-    return f"{place}: {message}" if place else message
+    return f"{location}: {message}" if location else message

@@ -291,7 +291,7 @@ class FleetClient:
         `wait`: seconds to wait for more if there is none yet, at most 30.
         """
         query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
-        response = self._request("GET", f"/jobs/{_path_segment(job_id)}/log", query=query)
+        response = self._send_request("GET", f"/jobs/{_path_segment(job_id)}/log", query=query)
         has_epoch = EPOCH_HEADER in response.headers
         return LogPart(
             data=response.content,
@@ -331,24 +331,26 @@ class FleetClient:
         entries = _hash_files(local_files, on_progress)
         names = {entry.sha256: name for name, entry in entries.items()}
         hashes = sorted(names)
-        missing: list[str] = []
+        missing_hashes: list[str] = []
         for start in range(0, len(hashes), MOST_HASHES):
             body = {"sha256": hashes[start : start + MOST_HASHES]}
-            missing += self._request_patiently("POST", "/blobs/missing", body=body)["missing"]
+            missing_hashes += self._request_patiently("POST", "/blobs/missing", body=body)[
+                "missing"
+            ]
         progress = ProgressCounter(
-            on_progress, sum(entries[names[sha256]].size for sha256 in missing)
+            on_progress, sum(entries[names[sha256]].size for sha256 in missing_hashes)
         )
-        for name in (names[sha256] for sha256 in missing):
+        for name in (names[sha256] for sha256 in missing_hashes):
             self._send_file(
                 entries[name], local_files[name], partial(progress.add, f"sending {name}")
             )
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
-    def _send_file(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
+    def _send_file(self, entry: FileEntry, path: Path, on_sent: Callable[[int], None]) -> None:
         """Send one file. While other clients send the same file and it grows, wait for them."""
         sha256, size = entry.sha256, entry.size
         offset, last_change = self._bytes_received(sha256, size), self._clock()
-        more(offset)
+        on_sent(offset)
         with path.open("rb") as file:
             while True:
                 file.seek(offset)
@@ -356,11 +358,11 @@ class FleetClient:
                 if offset < size and not piece:
                     raise UsageError(f"{path} has become shorter while it was sent.")
                 received, is_stored = self._send_piece(sha256, size, offset, piece)
-                more(received - offset)
+                on_sent(received - offset)
                 if is_stored:
                     return
                 if received == offset or received != offset + len(piece):
-                    received = self._while_others_send(sha256, size, received, more)
+                    received = self._while_others_send(sha256, size, received, on_sent)
                 if received != offset:
                     offset, last_change = received, self._clock()
                 elif self._clock() - last_change > self.patience.seconds + size / SLOWEST_DISK:
@@ -385,14 +387,14 @@ class FleetClient:
         return (size, True) if receipt["stored"] else (receipt["received"], False)
 
     def _while_others_send(
-        self, sha256: str, size: int, offset: int, more: Callable[[int], None]
+        self, sha256: str, size: int, offset: int, on_sent: Callable[[int], None]
     ) -> int:
         """Wait until the file stops growing; returns how many bytes have been received."""
         last_change = self._clock()
         while True:
             self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
             received = self._bytes_received(sha256, size)
-            more(received - offset)
+            on_sent(received - offset)
             if received != offset:
                 offset, last_change = received, self._clock()
             if offset >= size or self._clock() - last_change >= OTHERS_REST:
@@ -575,7 +577,7 @@ class FleetClient:
     # Sending requests
 
     def _request_json(self, method: str, path: str, **options: Any) -> Any:
-        return self._request(method, path, **options).json()
+        return self._send_request(method, path, **options).json()
 
     def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
@@ -584,7 +586,7 @@ class FleetClient:
             lambda: self._request_json(method, path, hurried=hurried, **options)
         )
 
-    def _request(
+    def _send_request(
         self,
         method: str,
         path: str,

@@ -334,9 +334,9 @@ class GlobalJobDispatcher:
             if epoch in self._drives and self._requests.get(epoch) != request:
                 self._drives[epoch][0].poke()
         self._requests = requests
-        for vm_id, (boot, answers) in observations.items():
-            boot_before, answered_before = self._boot_observations.get(vm_id, (boot, answers))
-            if boot_before not in (None, boot) or (answers and not answered_before):
+        for vm_id, (boot, is_answering) in observations.items():
+            boot_before, answered_before = self._boot_observations.get(vm_id, (boot, is_answering))
+            if boot_before not in (None, boot) or (is_answering and not answered_before):
                 self._parts.doubt(vm_id)
                 self._watches.note_answer(vm_id)
         self._boot_observations = observations

@@ -236,10 +236,10 @@ def _nats_addresses(place: FleetPlace, database: Database) -> dict[str, str | No
     reported = [server[NATS] for server in process_facts if NATS in server]
     if not reported:
         return dict(known_urls)
-    used = {
+    addresses = {
         server["url"]: server["url"] if server["whole"] else None for server in reported if server
     }
-    return {visible_url: known_urls.get(visible_url, url) for visible_url, url in used.items()}
+    return {visible_url: known_urls.get(visible_url, url) for visible_url, url in addresses.items()}
 
 
 def _check_nats_server(visible_url: str, url: str) -> Finding:
@@ -292,13 +292,13 @@ async def _nats_version(url: str) -> str:
 
 def _check_roles(database: Database, add: OnFinding) -> None:
     processes = database.read(status.processes)
-    missing = database.read(status.missing_roles)
+    missing_roles = database.read(status.missing_roles)
     for process in processes:
         name = process["role"]
         location = f"process {process['pid']} on {process['host']}"
         crashes = process["facts"].get("crashes", 0)
         if not process["alive"] and is_gone(process["pid"], process["facts"]):
-            if name in missing:
+            if name in missing_roles:
                 add(
                     Finding(
                         name,
@@ -311,7 +311,7 @@ def _check_roles(database: Database, add: OnFinding) -> None:
             add(
                 Finding(
                     name,
-                    "warning" if name not in missing else "problem",
+                    "warning" if name not in missing_roles else "problem",
                     f"{location} has been silent for {process['silent_seconds']:.0f} s",
                     "it was killed, it hangs, or it cannot reach the database",
                     f"look whether it is there; `groupwise fleet {name}` starts another",
@@ -329,7 +329,7 @@ def _check_roles(database: Database, add: OnFinding) -> None:
             )
         else:
             add(Finding(name, "ok", location))
-    for role in missing:
+    for role in missing_roles:
         if role not in {process["role"] for process in processes}:
             add(
                 Finding(
@@ -352,7 +352,7 @@ def _report_alarms(place: FleetPlace, database: Database, add: OnFinding) -> Non
 # --- machines -------------------------------------------------------------------------------------
 
 
-def _check_machines(database: Database, only: Sequence[str] | None, add: OnFinding) -> None:
+def _check_machines(database: Database, only_names: Sequence[str] | None, add: OnFinding) -> None:
     """Check several machines at once. The findings of each are reported together, in the order of the machines' names."""
 
     def known(session: Session) -> tuple[Sequence[Machine], Counter[str]]:
@@ -360,7 +360,7 @@ def _check_machines(database: Database, only: Sequence[str] | None, add: OnFindi
 
     machines, gpus = database.read(known)
     names = {machine.vm_id for machine in machines}
-    for name in only or ():
+    for name in only_names or ():
         if name not in names:
             known_names = ", ".join(sorted(names)) or "none"
             add(Finding(name, "problem", f"there is no such machine; there are: {known_names}"))
@@ -374,7 +374,9 @@ def _check_machines(database: Database, only: Sequence[str] | None, add: OnFindi
 
     async def examine_all() -> None:
         chosen_machines = [
-            candidate for candidate in machines if only is None or candidate.vm_id in only
+            candidate
+            for candidate in machines
+            if only_names is None or candidate.vm_id in only_names
         ]
         for task in [asyncio.create_task(examine_one(machine)) for machine in chosen_machines]:
             for finding in await task:
@@ -454,8 +456,8 @@ async def _check_answer(name: str, runner: Runner) -> tuple[Hello, list[Finding]
     started_at = time.monotonic()
     hello = await runner.hello()
     took = time.monotonic() - started_at
-    answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
-    finding = Finding(name, "ok", answers, data={"seconds": took})
+    text = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
+    finding = Finding(name, "ok", text, data={"seconds": took})
     numbers = tuple(int(part) for part in re.findall(r"\d+", hello.python)[:2])
     python = Finding(
         f"{name} python",
@@ -488,30 +490,30 @@ async def _check_plain_machine(machine: Machine, runner: Runner, known_gpus: int
 
 
 def _check_disk(name: str, hello: Hello) -> Finding:
-    free = hello.disk_free_mb
-    if free is None:
+    free_mb = hello.disk_free_mb
+    if free_mb is None:
         return Finding(f"{name} disk", "skipped", "its free space is unknown")
     return Finding(
         f"{name} disk",
-        "ok" if free >= LEAST_DISK_MB else "warning",
-        f"{free / 1000:.0f} GB free in {hello.root}",
+        "ok" if free_mb >= LEAST_DISK_MB else "warning",
+        f"{free_mb / 1000:.0f} GB free in {hello.root}",
         "checkpoints will not fit, and a job whose disk is full fails",
         "make room there",
-        {"free_mb": free},
+        {"free_mb": free_mb},
     )
 
 
-def _check_gpus(name: str, observed: Observation, known: int) -> Finding:
+def _check_gpus(name: str, observed: Observation, known_gpus: int) -> Finding:
     subject = f"{name} GPUs"
     probe = observed.probe
     if probe.status == ProbeStatus.ABSENT:
-        level: Level = "problem" if known else "ok"
+        level: Level = "problem" if known_gpus else "ok"
         return Finding(
             subject,
             level,
             "there is no nvidia-smi"
-            + (f", but the fleet knows {known} GPUs of it" if known else ": no GPUs"),
-            remedy="see that the driver is installed" if known else "",
+            + (f", but the fleet knows {known_gpus} GPUs of it" if known_gpus else ": no GPUs"),
+            remedy="see that the driver is installed" if known_gpus else "",
         )
     if probe.status != ProbeStatus.OK:
         return Finding(
@@ -548,8 +550,10 @@ async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Findin
         state = await runner.launch(Launch(job, 1, spec))
         alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
         while state.state in alive and time.monotonic() - started_at < PROBE_TIMEOUT:
-            known = Known(state.state, state.log_size, clock=state.clock)
-            for new_state in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
+            known_state = Known(state.state, state.log_size, clock=state.clock)
+            for new_state in await runner.wait(
+                {(state.job, state.epoch): known_state}, seconds=5.0
+            ):
                 state = new_state
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:

@@ -182,17 +182,17 @@ def _parse_manifest(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
 
 
 def choose_files(
-    files: Mapping[str, FileEntry], words: Sequence[str], job_id: str
+    files: Mapping[str, FileEntry], paths: Sequence[str], job_id: str
 ) -> dict[str, FileEntry]:
     """The files that `words` name, or that lie below a folder that they name; all if there are no words. UsageError lists the files."""
     chosen: dict[str, FileEntry] = {}
-    for path in words:
+    for path in paths:
         name = path.strip("/").removeprefix("./")
         below = {p: e for p, e in files.items() if p == name or p.startswith(f"{name}/")}
         if not below:
             raise UsageError(f"{job_id} left no {path!r}; {_suggestion(name, files)}.")
         chosen |= below
-    return chosen if words else dict(files)
+    return chosen if paths else dict(files)
 
 
 def _suggestion(name: str, files: Mapping[str, FileEntry]) -> str:
@@ -320,8 +320,8 @@ def _fetch_file(
     if PART.fullmatch(target.name):
         raise _ContentMismatch("files that are not whole yet have such names here")
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{entry.sha256}.part")
-    with _open_locked(part) as file:
+    partial_file = target.with_name(f".{entry.sha256}.part")
+    with _open_locked(partial_file) as file:
         offset = os.fstat(file.fileno()).st_size
         if offset > entry.size:
             file.truncate(0)
@@ -331,33 +331,33 @@ def _fetch_file(
             is_complete = _append_pieces(file, entry, remaining, on_chunk)
         except Refusal:
             if not os.fstat(file.fileno()).st_size:
-                part.unlink()
+                partial_file.unlink()
             raise
         if not is_complete and offset:
             file.truncate(0)
             is_complete = _append_pieces(file, entry, pieces(path, 0), on_chunk)
         if not is_complete:
-            part.unlink()
+            partial_file.unlink()
             raise _ContentMismatch(
                 "other bytes came than the fleet says that it has: it was damaged on its way, or there. Fetch it again."
             )
         set_mode(file.fileno(), entry)
         os.fsync(file.fileno())
-        part.replace(target)
+        partial_file.replace(target)
 
 
-def _open_locked(part: Path) -> BinaryIO:
+def _open_locked(partial_file: Path) -> BinaryIO:
     """Open and lock the file, to exclude other processes. Raises DownloadError if another one has it."""
-    file = part.open("a+b")
+    file = partial_file.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), part.stat()):
+        if os.path.samestat(os.fstat(file.fileno()), partial_file.stat()):
             return file
     except (BlockingIOError, FileNotFoundError):
         pass  # another process is fetching it, or has just finished
     file.close()
     raise DownloadError(
-        f"another process is fetching into {part.parent} as well; wait until it is done, or name another folder."
+        f"another process is fetching into {partial_file.parent} as well; wait until it is done, or name another folder."
     )
 
 

@@ -60,15 +60,15 @@ class EventListener:
     async def _print_events(self) -> None:
         self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
         for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
-            unobserved = await self._read(_unobserved_count)
+            unobserved = await self._read_database(_unobserved_count)
             if not unobserved:
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        for line in await self._read(_greeting_lines):
+        for line in await self._read_database(_greeting_lines):
             self._say(line)
         if self._url is not None:
             self._say(f"Its API, for other programs: {self._url}")
-        self._position = await self._read(_newest_event)
+        self._position = await self._read_database(_newest_event)
         while True:
             lines, self._position = await self._when_it_answers(
                 lambda: self._database.in_thread(self._next_lines)
@@ -77,7 +77,7 @@ class EventListener:
                 self._say(line)
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _read(self, look: Callable[[Session], T]) -> T:
+    async def _read_database(self, look: Callable[[Session], T]) -> T:
         return await self._when_it_answers(lambda: self._database.read_in_thread(look))
 
     async def _when_it_answers(self, look: Callable[[], Awaitable[T]]) -> T:

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobEnd:
     """The end of a job, as it is announced."""
 
     event_id: int
@@ -139,11 +139,11 @@ class Outlet(Protocol):
     tells_history: bool
     """True if a new outlet also announces jobs that ended before it existed."""
 
-    def place(self, ended: Ended) -> str | None:
+    def destination_of(self, job_end: JobEnd) -> str | None:
         """The destination, if slow ones must not hold up the others; None: there is one destination for all."""
         ...
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """Announce them. Returns the events that are finished; the others are passed again. A missing listener raises nothing."""
         ...
 
@@ -159,25 +159,25 @@ class NatsOutlet:
         self._not_before: dict[str, float] = {}
         """Monotonic time from which a refused subject is tried again, by subject."""
 
-    def place(self, ended: Ended) -> str | None:
+    def destination_of(self, job_end: JobEnd) -> str | None:
         """See `Outlet`."""
         return None
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """See `Outlet`."""
         delivered: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # we may lack permission for one of them
             if self._clock() >= self._not_before.get(subject, 0.0):
                 delivered |= await self._publish_subject(
-                    [end for end in ended if end.subject == subject]
+                    [end for end in job_ends if end.subject == subject]
                 )
         return frozenset(delivered)
 
-    async def _publish_subject(self, ended: Sequence[Ended]) -> set[int]:
+    async def _publish_subject(self, job_ends: Sequence[JobEnd]) -> set[int]:
         """Publish events of one subject, and return those that were accepted."""
         delivered: set[int] = set()
-        for begin in range(0, len(ended), TOLD_AT_ONCE):
-            portion = ended[begin : begin + TOLD_AT_ONCE]
+        for begin in range(0, len(job_ends), TOLD_AT_ONCE):
+            portion = job_ends[begin : begin + TOLD_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
             messages = [(e, e.message(largest)) for e in portion]
             fitting_messages = [(e.subject, text) for e, text in messages if len(text) <= largest]
@@ -193,7 +193,7 @@ class NatsOutlet:
             delivered.update(e.event_id for e in portion)
         return delivered
 
-    def _warn_of_skipped(self, left_out: Sequence[Ended], largest: int) -> None:
+    def _warn_of_skipped(self, left_out: Sequence[JobEnd], largest: int) -> None:
         """Log events that are skipped because they exceed the size limit: waiting for them would block all later ones."""
         for end in left_out:
             logger.warning(
@@ -220,7 +220,7 @@ class Tracker:
         self._newest: Known | None = None
         """The newest event up to `_read`; None: there was none."""
         self._stored_position = 0
-        self._untold: dict[int, Ended] = {}
+        self._untold: dict[int, JobEnd] = {}
         self._untold_by_destination: Counter[str] = Counter()
         """Number of announcements in `_untold` for each destination."""
         self._postponed: dict[str, deque[int]] = {}
@@ -276,7 +276,7 @@ class Tracker:
         await self._reload_postponed()
         is_full = self._has_room() and await self._read_new(self._position)
         if self._untold:
-            for event_id in await self._outlet.tell(list(self._untold.values())):
+            for event_id in await self._outlet.announce(list(self._untold.values())):
                 self._remove_untold(event_id)
         waiting_ids = [*self._untold, *(numbers[0] for numbers in self._postponed.values())]
         position = min(waiting_ids) - 1 if waiting_ids else self._position
@@ -299,7 +299,7 @@ class Tracker:
             self._newest = read_events[-1]
             self._position, _ = read_events[-1]
         for end in ends:
-            destination = self._outlet.place(end)
+            destination = self._outlet.destination_of(end)
             if destination is not None and (
                 destination in self._postponed
                 or self._untold_by_destination[destination] >= MOST_TO_ONE
@@ -320,7 +320,7 @@ class Tracker:
             return
         newest = self._newest
 
-        def read_ends(session: Session) -> tuple[list[Ended], list[str]]:
+        def read_ends(session: Session) -> tuple[list[JobEnd], list[str]]:
             _require_same_history(session, newest)
             query = select(Event).where(Event.event_id.in_(ids)).order_by(Event.event_id)
             return _ended_jobs(session, list(session.scalars(query)))
@@ -342,14 +342,17 @@ class Tracker:
         numbers = sum(map(len, self._postponed.values()))
         return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
 
-    def _add_untold(self, ended: Ended) -> None:
-        self._untold[ended.event_id] = ended
-        if (destination := self._outlet.place(ended)) is not None:
+    def _add_untold(self, job_end: JobEnd) -> None:
+        self._untold[job_end.event_id] = job_end
+        if (destination := self._outlet.destination_of(job_end)) is not None:
             self._untold_by_destination[destination] += 1
 
     def _remove_untold(self, event_id: int) -> None:
-        ended = self._untold.pop(event_id, None)
-        if ended is not None and (destination := self._outlet.place(ended)) is not None:
+        job_end = self._untold.pop(event_id, None)
+        if (
+            job_end is not None
+            and (destination := self._outlet.destination_of(job_end)) is not None
+        ):
             self._untold_by_destination[destination] -= 1
             if not self._untold_by_destination[destination]:
                 del self._untold_by_destination[destination]
@@ -391,7 +394,7 @@ def keep_position(session: Session, name: str, position: int) -> None:
 
 def _next_ends(
     session: Session, position: int, newest: Known | None
-) -> tuple[list[Known], list[Ended], list[str]]:
+) -> tuple[list[Known], list[JobEnd], list[str]]:
     """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
     _require_same_history(session, newest)
     read_events = events.after(session, position, READ)
@@ -414,14 +417,14 @@ def _newest_event(session: Session, position: int) -> Known | None:
     return None if row is None else (row.event_id, row.at)
 
 
-def _ended_jobs(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
+def _ended_jobs(session: Session, end_events: Sequence[Event]) -> tuple[list[JobEnd], list[str]]:
     """The ends of jobs, and the ids of jobs that have been pruned meanwhile."""
-    events_with_jobs = [(event, _ended_job(session, event)) for event in ends]
-    pruned = [str(event.job_id) for event, ended in events_with_jobs if ended is None]
-    return [ended for _, ended in events_with_jobs if ended is not None], pruned
+    events_with_jobs = [(event, _ended_job(session, event)) for event in end_events]
+    pruned = [str(event.job_id) for event, job_end in events_with_jobs if job_end is None]
+    return [job_end for _, job_end in events_with_jobs if job_end is not None], pruned
 
 
-def _ended_job(session: Session, event: Event) -> Ended | None:
+def _ended_job(session: Session, event: Event) -> JobEnd | None:
     """Build the announcement; None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
     if job is None:
@@ -433,7 +436,7 @@ def _ended_job(session: Session, event: Event) -> Ended | None:
     document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
     webhook_value = document.get("webhook")
     webhook = webhook_value if isinstance(webhook_value, str) else None
-    return Ended(
+    return JobEnd(
         event_id=event.event_id,
         job_id=job.job_id,
         status=events.ENDS[event.kind],

@@ -34,7 +34,7 @@ from groupwise.jobs.fleet.queue.request import is_host
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Event
-from groupwise.jobs.fleet.tracker import Ended
+from groupwise.jobs.fleet.tracker import JobEnd
 
 PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 """Seconds before each further attempt; after the last one the delivery is given up."""
@@ -85,7 +85,7 @@ class _Trial:
 class _Destination:
     """A host and port to which webhooks are sent, with the deliveries that wait for it."""
 
-    queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    queue: dict[int, JobEnd] = field(default_factory=dict[int, JobEnd])
     workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     failures: int = 0
     """Failed connections in a row."""
@@ -126,15 +126,15 @@ class WebhookOutlet:
             headers={"User-Agent": "groupwise-fleet"},
         )
 
-    def place(self, ended: Ended) -> str | None:
+    def destination_of(self, job_end: JobEnd) -> str | None:
         """See `Outlet`."""
-        address = None if ended.webhook is None else _host_and_port(ended.webhook)
+        address = None if job_end.webhook is None else _host_and_port(job_end.webhook)
         return None if address is None else f"{address[0]}:{address[1]}"
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """See `Outlet`. Deliveries in progress continue after this returns."""
-        silent = {e.event_id for e in ended if e.webhook is None}
-        with_webhook = [e for e in ended if e.webhook is not None]
+        silent = {e.event_id for e in job_ends if e.webhook is None}
+        with_webhook = [e for e in job_ends if e.webhook is not None]
         new_ends = [e for e in with_webhook if e.event_id not in self._trials]
         settled_ids = await self._settled_deliveries(new_ends) if new_ends else frozenset[int]()
         now = self._clock()
@@ -203,32 +203,34 @@ class WebhookOutlet:
                 destination.queue,
                 key=lambda queued_id: (self._trials[queued_id].attempts, queued_id),
             )
-            ended = destination.queue.pop(event_id)
+            job_end = destination.queue.pop(event_id)
             async with self._mute_slots if self._clock() < destination.mute_until else self._slots:
-                trial = self._trials[ended.event_id]
+                trial = self._trials[job_end.event_id]
                 try:
                     if trial.end is None:
                         trial.attempts += 1
-                        await self._try_delivery(ended, trial, destination)
+                        await self._try_delivery(job_end, trial, destination)
                     if trial.end is not None:
-                        await self._record_settled(ended, trial, *trial.end)
+                        await self._record_settled(job_end, trial, *trial.end)
                 finally:
                     trial.is_queued = False
 
-    async def _settled_deliveries(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def _settled_deliveries(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """Deliveries that were settled before this process started, or by another tracker."""
-        jobs = sorted({e.job_id for e in ended})
+        jobs = sorted({e.job_id for e in job_ends})
         query = select(Event.detail).where(
             Event.job_id.in_(jobs), Event.kind.in_((DELIVERED, GIVEN_UP))
         )
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
-        return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
+        return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in job_ends}
 
-    async def _try_delivery(self, ended: Ended, trial: _Trial, destination: _Destination) -> None:
-        assert ended.webhook is not None
+    async def _try_delivery(
+        self, job_end: JobEnd, trial: _Trial, destination: _Destination
+    ) -> None:
+        assert job_end.webhook is not None
         try:
             async with asyncio.timeout(ANSWERED):
-                status = await self._post_event(ended.webhook, ended)
+                status = await self._post_event(job_end.webhook, job_end)
             destination.failures, destination.has_answered, destination.mute_until = 0, True, 0.0
             problem = f"HTTP {status}"
             if 200 <= status < 300:
@@ -271,7 +273,7 @@ class WebhookOutlet:
         else:
             trial.next_at = self._clock() + _pause(trial.attempts)
 
-    async def _post_event(self, url: str, ended: Ended) -> int:
+    async def _post_event(self, url: str, job_end: JobEnd) -> int:
         host, port, scheme = _split_address(url)
         address = _allowed_address(await self._resolve(host, port), host, self._allow_private)
         parts = urlsplit(url)
@@ -279,12 +281,12 @@ class WebhookOutlet:
         request = self._http.build_request(
             "POST",
             parts._replace(netloc=f"{address_text}:{port}", fragment="").geturl(),
-            content=ended.message(),
+            content=job_end.message(),
             headers={
                 "Host": parts.netloc,
                 "Content-Type": "application/json",
-                "Groupwise-Event": str(ended.event_id),
-                "Idempotency-Key": f"groupwise-{ended.event_id}",
+                "Groupwise-Event": str(job_end.event_id),
+                "Idempotency-Key": f"groupwise-{job_end.event_id}",
             },
             extensions={"sni_hostname": host} if scheme == "https" else {},
         )
@@ -292,19 +294,25 @@ class WebhookOutlet:
         await response.aclose()  # only the status matters; the body is not read
         return response.status_code
 
-    async def _record_settled(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
+    async def _record_settled(
+        self, job_end: JobEnd, trial: _Trial, kind: str, because: str
+    ) -> None:
         if kind == GIVEN_UP:
             logger.warning(
                 "the webhook of %s was not told: %s; given up after %d attempts",
-                ended.job_id,
+                job_end.job_id,
                 because,
                 trial.attempts,
             )
-        detail = {"event_id": ended.event_id, "attempts": trial.attempts, "because": because[:300]}
+        detail = {
+            "event_id": job_end.event_id,
+            "attempts": trial.attempts,
+            "because": because[:300],
+        }
         await self._database.in_thread(
-            lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=ended.job_id, detail=detail)
+            lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=job_end.job_id, detail=detail)
         )
-        self._settled_ids.add(ended.event_id)
+        self._settled_ids.add(job_end.event_id)
 
 
 def _pause(number: int) -> float:

@@ -234,7 +234,7 @@ class _MemberMonitor:
             self.ended = self._clock() - state.exit.age
         self.last, self.reachable, self.asked = state, True, True
 
-    def lost_contact(self, why: str) -> None:
+    def lost_contact(self, reason: str) -> None:
         self.last, self.reachable, self.hearing, self.elsewhere = None, False, False, False
         self._wake()
 
@@ -397,7 +397,7 @@ class AttemptController:
     async def _note_contact(self, row: Snapshot) -> Snapshot:
         """Record which machines fell silent and which answer again. The latter must be recorded before a status request may reset the
         deadman of a member there."""
-        changed = [
+        changed_members = [
             (m.rank, not monitor.reachable, monitor.elsewhere)
             for m in row.members
             if (monitor := self._monitors.get(m.rank))
@@ -407,11 +407,11 @@ class AttemptController:
                 or m.elsewhere != monitor.elsewhere
             )
         ]
-        if changed:
+        if changed_members:
             owner, epoch = self._deps.owner, self.epoch
 
             def note(session: Any) -> None:
-                for rank, silent, elsewhere in changed:
+                for rank, silent, elsewhere in changed_members:
                     records.contact(session, epoch, owner, rank, silent=silent, elsewhere=elsewhere)
 
             await self._deps.gateway.commit("attempt.contact", note)
@@ -544,7 +544,7 @@ class AttemptController:
     async def _write_move(self, row: Snapshot, move: Move) -> None:
         """Write the next state, in one transaction with the readings that led to it."""
         owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
-        unwritten_states, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
+        unwritten_states, ends_attempt = self._unwritten_states(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
             if move.to is AttemptState.LAUNCHING:
@@ -554,14 +554,14 @@ class AttemptController:
                         records.sending(session, epoch, owner, member.rank, deadman)
             for rank, state in unwritten_states:
                 records.record(session, epoch, owner, state, rank)
-            if ends:
+            if ends_attempt:
                 ending.end(session, epoch, owner, move, chance)
             else:
                 records.move(session, epoch, owner, move.to)
 
-        if ends:
+        if ends_attempt:
             await self._fetch_remainder(row)
-        await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
+        await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends_attempt)
 
     def _unwritten_states(self, row: Snapshot) -> list[tuple[int, MemberState]]:
         """Readings that the database does not have yet, by rank. An absent folder proves nothing and is never recorded."""

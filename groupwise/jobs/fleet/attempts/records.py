@@ -255,7 +255,7 @@ def _reservations_held(session: Session, epochs: Sequence[int]) -> dict[tuple[in
 
 def _member_row(row: Any, reservations: Sequence[Any]) -> MemberRow:
     gpus = [reservation for reservation in reservations if reservation.uuid is not None]
-    first = reservations[0] if reservations else None
+    first_reservation = reservations[0] if reservations else None
     return MemberRow(
         rank=row.rank,
         machine=machine(row.VM),
@@ -264,8 +264,8 @@ def _member_row(row: Any, reservations: Sequence[Any]) -> MemberRow:
         log_offset=row.log_offset,
         released=row.released,
         gpus=tuple(gpu.uuid for gpu in gpus),
-        share_mb=first.share_mb if first else None,
-        slot=first.slot if first else None,
+        share_mb=first_reservation.share_mb if first_reservation else None,
+        slot=first_reservation.slot if first_reservation else None,
         gpu_problems=tuple(
             f"GPU {gpu.index} ({gpu.uuid}) has vanished"
             for gpu in gpus
@@ -325,8 +325,8 @@ def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tupl
         .where(Attempt.owner == owner, _is_open(), VM.lost_at.is_not(None))
         .order_by(Member.epoch, Member.rank)
     ):
-        cancelled, lost = requests.get(epoch, (False, ()))
-        requests[epoch] = cancelled, (*lost, vm_id)
+        cancelled, lost_vm_ids = requests.get(epoch, (False, ()))
+        requests[epoch] = cancelled, (*lost_vm_ids, vm_id)
     return requests
 
 
@@ -520,10 +520,10 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
     locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
-    waits = waits_for(state)
+    wait_reason = waits_for(state)
     member.handle = {
         **{name: value for name, value in member.handle.items() if name != WAITS},
-        **({} if waits is None else {WAITS: waits}),
+        **({} if wait_reason is None else {WAITS: wait_reason}),
         **{name: value for name, value in state.handle.items() if value is not None},
         **({} if state.exit is None else {"exit": asdict(state.exit)}),
     }
@@ -574,21 +574,21 @@ def contact(
         )  # fmt: skip
 
 
-def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
+def stuck(session: Session, epoch: int, owner: str, rank: int, reason: str) -> None:
     """Mark an attempt as stuck for a reason that is not the job's; the operator is alerted once for each reason."""
     attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
-    if member.handle.get("stuck") == why:
+    if member.handle.get("stuck") == reason:
         return
-    member.handle = {**member.handle, "stuck": why}
+    member.handle = {**member.handle, "stuck": reason}
     _append_event(
         session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
-        vm_id=member.vm_id, detail={"rank": rank, "why": why},
+        vm_id=member.vm_id, detail={"rank": rank, "why": reason},
     )  # fmt: skip
 
 
 def not_mirrored(
-    session: Session, epoch: int, owner: str, rank: int, why: str, *, gone: bool
+    session: Session, epoch: int, owner: str, rank: int, reason: str, *, gone: bool
 ) -> None:
     """Record that a checkpoint could not be fetched. The operator is alerted once, until one arrives again: at once if it can never be
     fetched, but if it was deleted before it was fetched (`gone`), only after GONE_IN_A_ROW failures in a row."""
@@ -599,12 +599,12 @@ def not_mirrored(
     member.handle = {
         **handle_before,
         "missed": in_a_row,
-        **({"not_mirrored": why} if should_alert else {}),
+        **({"not_mirrored": reason} if should_alert else {}),
     }
     if should_alert and "not_mirrored" not in handle_before:
         _append_event(
             session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
-            vm_id=member.vm_id, detail={"why": why},
+            vm_id=member.vm_id, detail={"why": reason},
         )  # fmt: skip
 
 
@@ -663,7 +663,7 @@ class LeftBehind:
     share_mb: int | None
 
 
-def unobserved_machines(session: Session, began: float, *, lately: bool = True) -> list[str]:
+def unobserved_machines(session: Session, started_at: float, *, lately: bool = True) -> list[str]:
     """Machines that were not asked for their state since `began`, with or without an answer. If `lately`, an observation that was still
     fresh at `began` counts too. While there are such machines, the fleet may have stood still and its database may have been restored.
 
@@ -679,7 +679,7 @@ def unobserved_machines(session: Session, began: float, *, lately: bool = True) 
         vm_id
         for vm_id, observed, facts in rows
         if _asked_at(observed, facts, now)
-        < began - (capacity.stale_after(facts) if lately else 0.0)
+        < started_at - (capacity.stale_after(facts) if lately else 0.0)
     ]
 
 

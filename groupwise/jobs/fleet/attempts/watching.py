@@ -51,7 +51,7 @@ class Listener(Protocol):
         """Its state may have changed to this one."""
         ...
 
-    def lost_contact(self, why: str) -> None:
+    def lost_contact(self, reason: str) -> None:
         """Its machine does not answer."""
         ...
 

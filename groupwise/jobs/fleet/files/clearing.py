@@ -74,11 +74,11 @@ def clear_away(
             remove_files(folders, job_id)
         database.run(forget_processes)
         forget_history(database)
-        now, needed = store.now(), store.all_needed()
+        now, needed_hashes = store.now(), store.all_needed()
         blobs = database.read(named_blobs)
         if blobs is None:
             return 0
-        freed = store.collect(blobs | needed, now=now)
+        freed = store.collect(blobs | needed_hashes, now=now)
         forget_rights(database, store)
         return freed
 

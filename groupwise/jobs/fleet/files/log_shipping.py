@@ -223,21 +223,21 @@ class Address:
     async def take(self, lines: bytes) -> None:
         """See `Sink`."""
         async with httpx2.AsyncClient(timeout=30.0, transport=self._transport) as http:
-            answer = await http.post(
+            response = await http.post(
                 self._url, content=lines, headers={"Content-Type": "application/x-ndjson"}
             )
-            if answer.is_client_error and answer.status_code not in ELSEWHERE:
-                raise Refused(answer.status_code)
-            answer.raise_for_status()
+            if response.is_client_error and response.status_code not in ELSEWHERE:
+                raise Refused(response.status_code)
+            response.raise_for_status()
 
 
-def sink_of(word: str) -> Sink:
+def sink_of(setting: str) -> Sink:
     """The sink that the setting `ship_logs` names: `stdout`, an http(s) address, or the path of a file."""
-    if word == "stdout":
+    if setting == "stdout":
         return StandardOutput()
-    if word.startswith(("http://", "https://")):
-        return Address(word)
-    return File(Path(word).expanduser())
+    if setting.startswith(("http://", "https://")):
+        return Address(setting)
+    return File(Path(setting).expanduser())
 
 
 class Shipper:

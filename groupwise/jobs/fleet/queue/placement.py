@@ -151,9 +151,11 @@ def place(
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
     if (placement := room(resources, ordered, held_for_others, avoid)) is not None:
         return placement
-    answers = [(m.vm_id, _find_seat(resources, m, held_for_others, avoid)) for m in ordered]
-    refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
-    return _blocked_reasons(resources, ordered, len(answers) - len(refusals), refusals)
+    seats_or_reasons = [
+        (m.vm_id, _find_seat(resources, m, held_for_others, avoid)) for m in ordered
+    ]
+    refusals = [(vm_id, seat) for vm_id, seat in seats_or_reasons if isinstance(seat, str)]
+    return _blocked_reasons(resources, ordered, len(seats_or_reasons) - len(refusals), refusals)
 
 
 def room(
@@ -460,11 +462,11 @@ def _blocked_reasons(
     fitting_count = sum(
         _nearest_seat(resources, machine, NOTHING_HELD) is not None for machine in machines
     )
-    never = fitting_count < resources.machines
+    is_never = fitting_count < resources.machines
     lines: list[str] = []
     if resources.vm is not None and all(m.vm_id != resources.vm for m in machines):
         return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
-    if never:
+    if is_never:
         subject = (
             f"only {fitting_count} of the {_machine_count(resources.machines)} wanted"
             if fitting_count
@@ -486,7 +488,7 @@ def _blocked_reasons(
     if other_reasons := ordered[MOST_REASONS:]:
         count = sum(len(names) for _, names in other_reasons)
         lines.append(f"{_machine_count(count)} more, for {len(other_reasons)} other reasons")
-    return Blocked(tuple(lines), never)
+    return Blocked(tuple(lines), is_never)
 
 
 def _machine_count(count: int) -> str:

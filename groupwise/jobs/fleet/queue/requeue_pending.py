@@ -110,20 +110,20 @@ def woken_once(session: Session) -> Generator[None, None, None]:
         )
 
 
-def wake_unnoticed(session: Session, found: View | None) -> int:
+def wake_unnoticed(session: Session, fleet_view: View | None) -> int:
     """Wake jobs for capacity that no `wake` call announced. `found`: a view of the fleet, if the caller has one; returns how many."""
     woken_count = _wake_dependents(session, "capacity")
-    if found is not None and found.is_full():
+    if fleet_view is not None and fleet_view.is_full():
         return woken_count
     waiting_jobs = best_of_shapes(session)
     if not waiting_jobs:
         return woken_count
     projects = {job.project for job in waiting_jobs}
-    if found is None:
-        found = view(session, projects)
+    if fleet_view is None:
+        fleet_view = view(session, projects)
     else:
-        found = replace(found, quotas=quotas(session, projects))
-    return woken_count + _wake_in_order(session, found, waiting_jobs, "capacity")
+        fleet_view = replace(fleet_view, quotas=quotas(session, projects))
+    return woken_count + _wake_in_order(session, fleet_view, waiting_jobs, "capacity")
 
 
 def _wake_dependents(session: Session, actor: str) -> int:

@@ -81,16 +81,16 @@ def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bo
     )
 
 
-def following_jobs(session: Session, waiting: Waiting) -> Iterator[RankKey]:
+def following_jobs(session: Session, job: Waiting) -> Iterator[RankKey]:
     """The pending jobs of the same shape that follow it, read lazily."""
-    key = waiting.key
+    key = job.key
     while True:
         rows = session.execute(
             select(Job.rank, Job.job_id)
             .where(
                 PENDING,
                 Job.blocked_on.is_(None),
-                Job.shape == waiting.shape,
+                Job.shape == job.shape,
                 tuple_(Job.rank, Job.job_id) > key,
             )
             .order_by(Job.rank, Job.job_id)

@@ -192,14 +192,14 @@ def _parse_gpus(
     return None, [int(n) if _COUNT.fullmatch(n) else n for n in names], vm or None
 
 
-def megabytes(option: str, words: str) -> int:
+def megabytes(option: str, text: str) -> int:
     """Parse a size from the command line into MB. UsageError if it is no size, or 0."""
     errors: list[str] = []
-    size = _parse_size(option, words, errors)
+    size = _parse_size(option, text, errors)
     if errors:
         raise UsageError(errors[0])
     if not size:
-        raise UsageError(f"{option} {words}: what is wanted is at least 1 MB, as {option} 40GB.")
+        raise UsageError(f"{option} {text}: what is wanted is at least 1 MB, as {option} 40GB.")
     return size
 
 

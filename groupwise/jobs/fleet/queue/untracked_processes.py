@@ -105,15 +105,17 @@ def lock(session: Session, job_ids: Collection[str]) -> set[str]:
 def hold_back(session: Session, job_ids: Collection[str]) -> float:
     """Keep these jobs from starting for a while; returns until when. A caller that has locked a machine must have locked the jobs
     before."""
-    locked_ids, until = lock(session, job_ids), seconds(session) + HELD_BACK
+    locked_ids, held_until = lock(session, job_ids), seconds(session) + HELD_BACK
     if locked_ids:
         session.execute(
             update(Job)
-            .where(Job.job_id.in_(locked_ids), Job.status.not_in(FINAL), Job.not_before < until)
-            .values(not_before=until)
+            .where(
+                Job.job_id.in_(locked_ids), Job.status.not_in(FINAL), Job.not_before < held_until
+            )
+            .values(not_before=held_until)
             .execution_options(synchronize_session=False)
         )
-    return until
+    return held_until
 
 
 def release(session: Session, job_ids: Collection[str], until: object) -> None:

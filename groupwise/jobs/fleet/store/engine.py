@@ -72,15 +72,15 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 def parse(text: str) -> URL:
     """The URL with the drivers used here; UsageError if it names no supported database."""
     stripped = text.strip()
-    scheme, separator, rest = stripped.partition("://")
+    scheme, separator, remainder = stripped.partition("://")
     name = scheme.lower()
     if not separator:
         raise UsageError(
             f"The fleet's database is given as a URL: {_FORMS}. What was given has no '://'."
         )
     if name in _SQLITE_NAMES:
-        path = rest.removeprefix("/").partition("?")[0]
-        if not rest.startswith("/") or not path or path == ":memory:":
+        path = remainder.removeprefix("/").partition("?")[0]
+        if not remainder.startswith("/") or not path or path == ":memory:":
             raise UsageError(
                 "A fleet's SQLite database is a file, since several threads and commands use it: "
                 "sqlite:///fleet.db in this folder, sqlite:////absolute/path, sqlite:///~/path."
@@ -91,7 +91,7 @@ def parse(text: str) -> URL:
             f"A fleet keeps its state in SQLite or PostgreSQL: {_FORMS}. What was given begins with {scheme}://."
         )
     try:
-        return make_url(f"postgresql+psycopg://{rest}")
+        return make_url(f"postgresql+psycopg://{remainder}")
     except (
         ArgumentError,
         ValueError,

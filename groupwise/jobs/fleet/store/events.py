@@ -255,14 +255,14 @@ def note_observed(
     session: Session,
     gpu: GPU,
     now: Observed,
-    why: str | None,
+    reason: str | None,
     *,
     actor: str,
     job_id: str | None = None,
     epoch: int | None = None,
 ) -> bool:
     """Record the state of a GPU that a poller or a runner observed; returns whether it is a change. Every change is an event."""
-    observed_before, gpu.detail = gpu.observed, why
+    observed_before, gpu.detail = gpu.observed, reason
     if observed_before == now:
         return False
     gpu.observed = now
@@ -275,6 +275,6 @@ def note_observed(
         vm_id=gpu.vm_id,
         before={"observed": observed_before},
         after={"observed": now},
-        detail={"index": gpu.index, "uuid": gpu.uuid, "why": why},
+        detail={"index": gpu.index, "uuid": gpu.uuid, "why": reason},
     )
     return True

@@ -125,9 +125,9 @@ def _parse_statuses(names: Iterable[str]) -> frozenset[JobStatus]:
     return frozenset(statuses)
 
 
-def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
+def ended_statuses(names: Iterable[str] | None) -> frozenset[JobStatus] | None:
     """Statuses of jobs that have ended; None: all of these. Raises `invalid_request` for others."""
-    statuses = None if words is None else _parse_statuses(words)
+    statuses = None if names is None else _parse_statuses(names)
     if statuses is not None and (invalid := sorted(statuses - FINAL)):
         raise Refusal(
             "invalid_request",
@@ -313,9 +313,9 @@ def change_many(
     ]
 
 
-def changed_ids(done: Sequence[Document]) -> list[str]:
+def changed_ids(results: Sequence[Document]) -> list[str]:
     """The ids of the jobs that `change_many` has changed; the others may not even exist."""
-    return [result["job_id"] for result in done if "error" not in result]
+    return [result["job_id"] for result in results if "error" not in result]
 
 
 def _change_one(session: Session, actor: Actor, job_id: str, change: Change) -> Document:

@@ -47,11 +47,11 @@ def old_jobs(
             "invalid_request",
             f"older than {older_than:g} seconds: 0 to {MOST_SECONDS:.0f} seconds are wanted, which is 31 years.",
         )
-    before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
+    ended_before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
     query = (
         select(Job.job_id)
         .where(Job.status.in_(FINAL if status is None else status & FINAL))
-        .where(func.coalesce(Job.end_time, Job.created_at) <= before)
+        .where(func.coalesce(Job.end_time, Job.created_at) <= ended_before)
         .order_by(Job.created_at, Job.job_id)
     )
     query = find.visible(query, actor)
@@ -102,7 +102,7 @@ def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str
 
 
 def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
-    return [job_ids[first : first + AT_ONCE] for first in range(0, len(job_ids), AT_ONCE)]
+    return [job_ids[start : start + AT_ONCE] for start in range(0, len(job_ids), AT_ONCE)]
 
 
 def _jobs_waited_for(session: Session) -> set[str]:
@@ -113,8 +113,8 @@ def _jobs_waited_for(session: Session) -> set[str]:
         or_(Job.blocked_on.is_not(None), Job.request["after"].as_string().is_not(None)),
     )
     job_ids: set[str] = set()
-    for blocked_on, after in session.execute(query):
-        job_ids.update(dependency(entry)[0] for entry in after or ())
+    for blocked_on, predecessors in session.execute(query):
+        job_ids.update(dependency(entry)[0] for entry in predecessors or ())
         if blocked_on is not None:
             job_ids.add(blocked_on)
     return job_ids

@@ -105,10 +105,10 @@ def why_nothing_starts(session: Session) -> str | None:
     if not dispatchers:
         return NO_DISPATCHER
     not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in dispatchers]
-    machine, *others = min(not_asked, key=len) or [None]
+    machine, *other_machines = min(not_asked, key=len) or [None]
     if machine is None:
         return None
-    rest_note = f" and {len(others)} more" if others else ""
+    rest_note = f" and {len(other_machines)} more" if other_machines else ""
     return f"after a standstill nothing begins before the poller has asked all machines what they run, and {machine}{rest_note} not yet"
 
 
@@ -210,15 +210,15 @@ def _disk_alarms(session: Session, folders: Sequence[Path]) -> Iterator[Document
             (path for path in (folder, *folder.parents) if path.exists()), folder.parent
         )
         disk = existing_folder.stat().st_dev
-        free = shutil.disk_usage(existing_folder).free
-        if free < LEAST_FREE and disk not in seen_disks:
+        free_bytes = shutil.disk_usage(existing_folder).free
+        if free_bytes < LEAST_FREE and disk not in seen_disks:
             yield _alarm(
                 "disk_full",
-                f"the control machine has {byte_size(free)} left on the disk of {existing_folder}",
+                f"the control machine has {byte_size(free_bytes)} left on the disk of {existing_folder}",
                 "make room there; `groupwise fleet remove` does as long as some is left. Once it is full nothing is written down, no job "
                 "begins, and none can end; all goes on by itself when there is room",
                 folder=str(existing_folder),
-                free=free,
+                free=free_bytes,
             )
         seen_disks.add(disk)
 

@@ -152,8 +152,8 @@ def _placement_outlook(session: Session, job: Job) -> Document:
     placement = None if job.admitted_at is None else waits.outlook(session, job)
     if not isinstance(placement, Placement):
         return {"where": [], "waits": waits.explain(session, job)}
-    where = [
+    seats = [
         seat.vm_id + (f" GPU {','.join(str(gpu.index) for gpu in seat.gpus)}" if seat.gpus else "")
         for seat in placement.seats
     ]
-    return {"where": where, "waits": []}
+    return {"where": seats, "waits": []}
