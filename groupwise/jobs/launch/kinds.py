@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from groupwise.core.errors import ConfigError, TaskError
-from groupwise.jobs.fleet.queue.request import beyond_from_document
+from groupwise.jobs.fleet.queue.request import request_document_from
 from groupwise.jobs.hosts.spec import JobSpec, path_problems
 from groupwise.jobs.launch.train_grpo import DEFAULTS, KEYS, Flags, arguments_of, config_of
 from groupwise.jobs.launch.train_grpo import problems as flag_problems
@@ -221,7 +221,7 @@ def _place_problems(row: Row) -> Iterator[str]:
 
 def _idle_resources(row: Row, kind: str, further: Sequence[str]) -> Iterator[str]:
     """Problems with machines and GPUs that would be idle. Code set by the keys in `further` may use GPUs of its own."""
-    needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
+    needs = request_document_from(row.get("request") or {}).resources.settled(1)
     if needs.machines > 1:
         yield (
             f"resources.machines is {needs.machines}, but {kind} knows nothing of the others: each machine would do the same. Leave it "

@@ -48,18 +48,20 @@ ACTS_FOR = "X-Acts-For"
 """Header of `make_local_app` only: the actor of the request instead of the local user."""
 
 
-def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool) -> FastAPI:
+def make_app(
+    serving: Serving, environment_key: str | None, *, open_to_this_machine: bool
+) -> FastAPI:
     """The application.
 
-    `plain` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first one is made
-    every caller from this machine is an admin, and this process never answers any other machine.
+    `environment_key` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first
+    one is made every caller from this machine is an admin, and this process never answers any other machine.
     """
 
     async def identify(headers: Mapping[str, str]) -> Caller:
         def caller(session: Session) -> Caller:
             if open_to_this_machine and not any_key(session):
                 return LOCAL
-            return caller_of(session, headers, plain)
+            return caller_of(session, headers, environment_key)
 
         return await serving.database.read_in_thread(caller)
 
@@ -90,13 +92,13 @@ def make_local_app(serving: Serving, user: str) -> ASGIApp:
     return application
 
 
-def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -> Caller:
-    """The caller of a request with these headers. `plain`: the key from the server's environment; its role is admin. Raises
+def caller_of(session: Session, headers: Mapping[str, str], environment_key: str | None) -> Caller:
+    """The caller of a request with these headers. `environment_key`: the key from the server's environment; its role is admin. Raises
     `unauthorised`."""
     presented = presented_key(headers)
     if presented is None:
         raise Refusal("unauthorised")
-    caller = Keyring(_stored_keys(session, presented), plain).caller(presented)
+    caller = Keyring(_stored_keys(session, presented), environment_key).caller(presented)
     if caller is None:
         raise Refusal(
             "unauthorised",

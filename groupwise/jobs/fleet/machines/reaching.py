@@ -25,7 +25,7 @@ LOCAL = "local"
 def host_of(machine: Machine, patience: Patience | None = None) -> Host:
     """The connection to a machine; its caller closes it."""
     if machine.transport == LOCAL:
-        kind = _kind(machine)
+        kind = _engine_kind(machine)
         return LocalHost(also=() if kind is None else kind.variables)
     return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
 
@@ -40,15 +40,15 @@ def runner_of(machine: Machine, host: Host) -> Runner:
 
 def door_of(machine: Machine, host: Host) -> Door | None:
     """The client of the machine's engine; None: it has none, or one that this fleet does not know."""
-    kind = _kind(machine)
+    kind = _engine_kind(machine)
     if kind is None or machine.engine is None:
         return None
-    settings = machine.engine.said
+    settings = machine.engine.body
     return kind.door(WayToEngine(host, machine.workdir, machine.python, settings.address))
 
 
-def _kind(machine: Machine) -> EngineKind | None:
-    return None if machine.engine is None else ENGINES.get(machine.engine.said.name)
+def _engine_kind(machine: Machine) -> EngineKind | None:
+    return None if machine.engine is None else ENGINES.get(machine.engine.body.name)
 
 
 async def shown_key(machine: Machine) -> HostKey:
@@ -56,10 +56,13 @@ async def shown_key(machine: Machine) -> HostKey:
     return await read_host_key(machine.ip_address, machine.port, jump=jump_address(machine.jump))
 
 
-def same_way(one: Machine, other: Machine) -> bool:
+def same_route(one: Machine, other: Machine) -> bool:
     """True if a connection made for one of them can be used for the other."""
-    ways = [(each.transport, _address(each), each.jump, _kind(each)) for each in (one, other)]
-    return ways[0] == ways[1]
+    routes = [
+        (machine.transport, _address(machine), machine.jump, _engine_kind(machine))
+        for machine in (one, other)
+    ]
+    return routes[0] == routes[1]
 
 
 def _address(machine: Machine) -> Address:
