@@ -29,18 +29,18 @@ from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.learner import RankLearner
-from groupwise.engine.distributed.learner_workers import Peers
+from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.multi_adapter import (
-    Host,
+    ModelHost,
     LocalWorker,
     Models,
     NewModel,
     RemoteWorker,
 )
-from groupwise.engine.distributed.rpc import Calls
+from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.sampler import RankSampler, RankWitness
-from groupwise.engine.distributed.sampler_workers import Samplers
-from groupwise.engine.distributed.spawned_workers import Started
+from groupwise.engine.distributed.sampler_workers import SamplerWorkers
+from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
 from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
 from groupwise.engine.models.memory import memory_explained
 from groupwise.runs import publications
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from groupwise.engine.backends.remote.session import Session
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
-    from groupwise.engine.distributed.worker_state import AdapterHost, Hosted
-    from groupwise.engine.learner.engine import Engine
+    from groupwise.engine.distributed.worker_state import AdapterHost, WorkerState
+    from groupwise.engine.learner.engine import LearnerEngine
     from groupwise.engine.learner.gradient_flow import Slope
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
@@ -83,12 +83,12 @@ LARGE_ADAPTER = 512 << 20
 class Closable:
     """Parts that may be in other processes, which `close` ends."""
 
-    ranks: Calls | None = None
-    samplers: Started | None = None
+    ranks: WorkerCalls | None = None
+    samplers: SpawnedWorkers | None = None
     """Processes that only sample, so that the ranks only learn; None if all do both."""
     divided: bool = False
     """True if each rank has only a part of the weights."""
-    hosted: Hosted | None = None
+    hosted: WorkerState | None = None
     """The parts in this process, if there are no ranks and further models could be added."""
     session: Session | None = None
     """The session with the server that has the parts; None without `run.server`."""
@@ -206,7 +206,7 @@ def be_launched(config: AnyConfig) -> None:
     if place is not None and place.rank > 0:
         from groupwise.engine.distributed import peer
 
-        peer.be_launched(place)
+        peer.run_torchrun_rank(place)
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
@@ -250,7 +250,7 @@ async def start_training(
             _close(learners, samplers)
             raise
     made = await _build("training", config, layout, run=run, folder=str(publish_folder))
-    if isinstance(made, Calls) and config.sampler.engine == "vllm":
+    if isinstance(made, WorkerCalls) and config.sampler.engine == "vllm":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _vllm_sampler(
@@ -295,7 +295,7 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
     made = await _build("serving", config, layout, weights=folder)
-    if isinstance(made, Calls):
+    if isinstance(made, WorkerCalls):
         return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     by_http = _http_sampler(made.sampler)
@@ -313,7 +313,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
         )
     refuse_servers(config, "a base for several models is sampled where it is")
     made = await _build("base", config, layout)
-    if isinstance(made, Calls):
+    if isinstance(made, WorkerCalls):
         return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
@@ -324,7 +324,7 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
     """
-    hosts: list[Host]
+    hosts: list[ModelHost]
     if parts.ranks is not None:
         hosts = [RemoteWorker(parts.ranks, rank) for rank in range(parts.ranks.count)]
     else:
@@ -333,8 +333,8 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
     return Models(hosts, most, parts.stop_token_ids, first)
 
 
-def _training_parts(made: Calls | Hosted) -> Parts:
-    if isinstance(made, Calls):
+def _training_parts(made: WorkerCalls | WorkerState) -> Parts:
+    if isinstance(made, WorkerCalls):
         return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     assert made.learner is not None
@@ -348,14 +348,14 @@ def _training_parts(made: Calls | Hosted) -> Parts:
     )
 
 
-def _supervised_parts(made: Calls | Hosted, layout: Layout) -> LearningParts:
-    if isinstance(made, Calls):
+def _supervised_parts(made: WorkerCalls | WorkerState, layout: Layout) -> LearningParts:
+    if isinstance(made, WorkerCalls):
         return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
     assert made.learner is not None
     return LearningParts(made.learner)
 
 
-def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
+def _stop_token_ids(ranks: WorkerCalls) -> tuple[int, ...]:
     return ranks.call_all_now("stop_token_ids")[0]
 
 
@@ -637,7 +637,7 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- built here, or once in the zygote of ranks ---------------------------------------------------
 
 
-def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
@@ -651,7 +651,7 @@ def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ca
     return ranks
 
 
-async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     if layout.processes == 1:
         return _build_here(kind, config, layout, **more)
@@ -664,18 +664,18 @@ async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> 
     return ranks
 
 
-def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
+def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWorkers:
     """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
     prefork.give_up()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
-        return Samplers(
+        return SamplerWorkers(
             layout.samplers,
             _first_gpu(layout),
             tells=kind != "sampling",
             patience=config.distributed.sampler_timeout,
         )
-    return Peers(layout.learners, read_launch(), learning=kind in LEARNING)
+    return LearnerWorkers(layout.learners, read_launch(), learning=kind in LEARNING)
 
 
 def _first_gpu(layout: Layout) -> int:
@@ -686,16 +686,16 @@ def _first_gpu(layout: Layout) -> int:
 
 def _halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
-) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
+) -> tuple[SpawnedWorkers, SpawnedWorkers, tuple[dict[str, Any], dict[str, Any]]]:
     """Learners, samplers, and the description of the parts of each. Closing the learners also closes the samplers."""
     learners = _start_processes("learning", config, layout)
     samplers = _start_processes("sampling", config, layout)
-    learners.take_along(samplers)
+    learners.also_end(samplers)
     learning = _description("learning", config, layout, run=run, folder=str(folder))
     return learners, samplers, (learning, _description("sampling", config, layout))
 
 
-def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
+def _parts_of_halves(learners: SpawnedWorkers, samplers: SpawnedWorkers, *, divided: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
         RankLearner(learners, divided=divided),
@@ -706,12 +706,12 @@ def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> 
     )
 
 
-def _close(*both: Started) -> None:
+def _close(*both: SpawnedWorkers) -> None:
     for half in both:
         half.close()
 
 
-def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> WorkerState:
     prefork.give_up()
     return _make(kind, config, layout, **more)
 
@@ -724,7 +724,7 @@ def _description(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> 
 
 def make_described(
     kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
-) -> Hosted:
+) -> WorkerState:
     """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
 
@@ -734,14 +734,14 @@ def make_described(
     return made
 
 
-def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> WorkerState:
     with memory_explained("making the model ready"):
         return _MAKERS[kind](config, layout, **more)
 
 
-def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
     """Build sampler and learner in this process. It may be the zygote, which must have only one thread until it has forked the ranks."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.tokenizer import load_tokenizer
@@ -762,7 +762,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     replicas = _replicas(layout, trained)
     learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
     by_servers = config.sampler.engine == "vllm" and layout.learners > 1
-    return Hosted(
+    return WorkerState(
         layout.threads_each,
         None if by_servers else _sampler(config, layout, served, tokenizer),
         learner,
@@ -782,9 +782,9 @@ def _witness(served: Any) -> Any:
     return Witness(served)
 
 
-def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
     """Build a learner without a sampler."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model
 
@@ -796,12 +796,12 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     )
     replicas = _replicas(layout, trained)
     learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
-    return Hosted(layout.threads_each, learner=learner, trained=trained, replicas=replicas)
+    return WorkerState(layout.threads_each, learner=learner, trained=trained, replicas=replicas)
 
 
-def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
+def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     """Build a sampler without a learner, for weights that another process will publish."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter, starting_config
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel
@@ -817,7 +817,7 @@ def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
         shape = starting_config(config.model, config.lora)
         served = ServedAdapter(AdaptedModel(model, shape))
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
-    return Hosted(
+    return WorkerState(
         layout.threads_each, _sampler(config, layout, served, tokenizer), stop_token_ids=stops
     )
 
@@ -848,7 +848,7 @@ def _learner(
     )
 
 
-def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
+def _own_engine(config: AnyConfig, trained: Any) -> LearnerEngine | None:
     """The engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
@@ -909,18 +909,18 @@ def _prepare_process(layout: Layout) -> None:
 def _replicas(layout: Layout, trained: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
-    from groupwise.engine.learner.fsdp import Divided
+    from groupwise.engine.learner.fsdp import DividedCollective
     from groupwise.engine.learner.replicas import Replicas
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return Divided() if layout.parts > 1 else Collective()
+        return DividedCollective() if layout.parts > 1 else Collective()
     return Replicas(layout.processes, [*trained.parameters().values()])
 
 
-def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> Hosted:
-    from groupwise.engine.distributed.worker_state import Hosted
+def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> WorkerState:
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.adapters import check_adapter
@@ -942,11 +942,11 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
         replicas=replicas,
         divide_on=_divide_on(layout),
     )
-    return Hosted(layout.threads_each, learner=learner, replicas=replicas)
+    return WorkerState(layout.threads_each, learner=learner, replicas=replicas)
 
 
-def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
-    from groupwise.engine.distributed.worker_state import Hosted
+def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> WorkerState:
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
     from groupwise.engine.models.lora import CONFIG, read_lora_config
@@ -966,12 +966,12 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
             served = ServedAdapter(_with_adapters(config, model, stored))
         served.read(folder)
     sampler = _sampler(config, layout, served, tokenizer)
-    return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
+    return WorkerState(layout.threads_each, sampler, stop_token_ids=stops)
 
 
-def _make_base(config: RunConfig, layout: Layout) -> Hosted:
+def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
     """Build the base with a sampler. It arranges the weights for decoding before ranks are forked, for all later models."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.config import LoraConfig
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel, new_lora_config
@@ -989,7 +989,7 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     if native is not None:
         ready_to_learn(native)
     adapted = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
-    return Hosted(
+    return WorkerState(
         layout.threads_each,
         sampler,
         stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
@@ -1030,7 +1030,7 @@ def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: An
     return AdapterHost(adapted, make_weights, make_learner, make_sampler)
 
 
-_MAKERS: dict[Kind, Callable[..., Hosted]] = {
+_MAKERS: dict[Kind, Callable[..., WorkerState]] = {
     "training": _make_training,
     "learning": _make_learning,
     "sampling": _make_sampling,

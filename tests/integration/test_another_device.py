@@ -126,7 +126,7 @@ def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, device, name, dtype,
     weights: Any = Adapted(device, name, dtype)
     with device.here():
         layout = torch_sampler.DecodeLayout(slots=8, key_length=320)
-        engine = torch_sampler._engine(weights, layout, native=True, enforce_eager=enforce_eager)
+        engine = torch_sampler._make_engine(weights, layout, native=True, enforce_eager=enforce_eager)
     assert isinstance(engine, GraphEngine)
     assert engine._record == (plainly if enforce_eager else "graphs")
 

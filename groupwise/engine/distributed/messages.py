@@ -1,11 +1,11 @@
 """Messages between the main process, the zygote and its ranks. They are pickled, because all of these processes trust each other. Messages
 over a network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
-The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number. It then sends `Setup`, with a
-socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has ended. To a rank the main
-process sends `Call` and `Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
+The main process may send `Call`s to the zygote, each answered by `CallResult` or `CallError` with its number. It then sends `Setup`, with a
+socket for each rank. The zygote sends `Ready` or `CallError`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a rank the main
+process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallError`, and `LogRecordMessage`.
 
-A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `Failed`, and finally `Leave`. It sends `Alive` at
+A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `CallError`, and finally `Shutdown`. It sends `Heartbeat` at
 regular intervals if `PeerSetup.beat` is set.
 """
 
@@ -60,11 +60,11 @@ class PeerSetup:
     tells: bool = False
     """True if the rank sends its log records. Only the first one does; the others would log the same."""
     beat: float | None = None
-    """Seconds between two `Alive` messages; None: the rank sends none."""
+    """Seconds between two `Heartbeat` messages; None: the rank sends none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Shutdown:
     """The work is done; the rank should end normally."""
 
 
@@ -76,7 +76,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RankEnded:
     """A rank has ended, which is always an error."""
 
     rank: int
@@ -92,7 +92,7 @@ class LogRecordMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Heartbeat:
     """Heartbeat: the rank's event loop is not blocked."""
 
 
@@ -115,7 +115,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CallResult:
     """The result of a call."""
 
     number: int
@@ -123,7 +123,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CallError:
     """The error that a call raised; `number` is 0 if the hosted object could not be made."""
 
     number: int
@@ -143,8 +143,8 @@ class MessageChannel:
 
     def give_up_after(self, seconds: float) -> None:
         """Set a send timeout: if the other end receives nothing for this many seconds, the connection ends and `send` raises OSError."""
-        whole, part = int(seconds), int(seconds % 1 * 1e6)
-        limit = struct.pack("@ll", whole, part)
+        whole_seconds, microseconds = int(seconds), int(seconds % 1 * 1e6)
+        limit = struct.pack("@ll", whole_seconds, microseconds)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
@@ -157,8 +157,8 @@ class MessageChannel:
         with self._sending:
             frame = add_frame(pickled if self._seal is None else self._seal.code(pickled) + pickled)
             for start in range(0, len(sockets), _MOST_SOCKETS):
-                handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
-                frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
+                descriptors = [sock.fileno() for sock in sockets[start : start + _MOST_SOCKETS]]
+                frame = frame[socket.send_fds(self._connection, [frame[:1]], descriptors) :]
             try:
                 self._connection.sendall(frame)
             except BlockingIOError:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy
-from groupwise.engine.distributed.rpc import Calls, same_in_all
+from groupwise.engine.distributed.rpc import WorkerCalls, same_in_all
 from groupwise.engine.distributed.sharding import Share, deal
 
 _SERVED = "the samplers' weights"
-GATHERED = 0.003
+GATHER_SECONDS = 0.003
 """Seconds for which groups are gathered before they are divided: a thousandth of a small step's time."""
 
 
@@ -36,7 +36,7 @@ class _Ticket:
 class RankSampler:
     """A `groupwise.core.types.Sampler` over the `sampler` that each rank hosts."""
 
-    def __init__(self, ranks: Calls) -> None:
+    def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
@@ -48,7 +48,7 @@ class RankSampler:
         loop = asyncio.get_running_loop()
         ticket = _Ticket(request, loop.create_future(), [])
         if not self._waiting:
-            loop.call_later(GATHERED, self._deal)
+            loop.call_later(GATHER_SECONDS, self._deal)
         self._waiting.append(ticket)
         try:
             await ticket.dealt
@@ -63,12 +63,12 @@ class RankSampler:
 
     async def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
         """See `groupwise.engine.sampler.torch_sampler.TorchSampler.so_far`."""
-        ticket = next((each for each in self._dealt if each.request.draw == draw), None)
+        ticket = next((ticket for ticket in self._dealt if ticket.request.draw == draw), None)
         if ticket is None:
             return ()
         calls = ((share.rank, "sampler.so_far", (draw,)) for share in ticket.shares)
-        found = await self._ranks.call_each(calls)
-        shares = zip(ticket.shares, found, strict=True)
+        answers = await self._ranks.call_each(calls)
+        shares = zip(ticket.shares, answers, strict=True)
         return tuple(ids for share, members in shares for ids in members or ((),) * share.members)
 
     async def load(self, policy: Policy) -> None:
@@ -101,8 +101,8 @@ class RankSampler:
             )
             for share in ticket.shares
         ]
-        found = await self._ranks.call_each(calls, droppable=True)
-        return tuple(completion for completions in found for completion in completions)
+        results = await self._ranks.call_each(calls, droppable=True)
+        return tuple(completion for completions in results for completion in completions)
 
 
 class RankWitness:
@@ -111,18 +111,18 @@ class RankWitness:
     All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """
 
-    def __init__(self, ranks: Calls) -> None:
+    def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
-        self._fingerprint = str(self._call("fingerprint"))
-        self.vocabulary = int(self._call("vocabulary"))
+        self._fingerprint = str(self._call_witness("fingerprint"))
+        self.vocabulary = int(self._call_witness("vocabulary"))
         """See `Knows`."""
-        self.rank = int(self._call("rank"))
+        self.rank = int(self._call_witness("rank"))
         """See `Knows`."""
 
     def read(self, folder: str) -> None:
         """See `Knows.read`."""
-        self._call("read", folder)
-        self._fingerprint = str(self._call("fingerprint"))
+        self._call_witness("read", folder)
+        self._fingerprint = str(self._call_witness("fingerprint"))
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in that rank's memory, as they were when they were read."""
@@ -136,7 +136,7 @@ class RankWitness:
         plain: bool = False,
     ) -> list[float]:
         """See `Knows.logprobs`."""
-        return self._call("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
+        return self._call_witness("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
 
-    def _call(self, what: str, *arguments: Any) -> Any:
+    def _call_witness(self, what: str, *arguments: Any) -> Any:
         return self._ranks.call_each_now([(0, f"witness.{what}", arguments)])[0]

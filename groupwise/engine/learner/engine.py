@@ -21,7 +21,7 @@ Compute = Callable[[Any, ForwardOutputs], Forward]
 """Computes log-probabilities and entropies of a micro-batch that the same engine has cut."""
 
 
-class Engine(Protocol):
+class LearnerEngine(Protocol):
     """Computes forward passes of rows, with a gradient if torch's gradients are enabled."""
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 
 class TransformersEngine:
-    """A `groupwise.engine.learner.engine.Engine` over any transformers causal language model."""
+    """A `groupwise.engine.learner.engine.LearnerEngine` over any transformers causal language model."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class TransformersEngine:
     def cut(
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
     ) -> list[MicroBatch | PackedBatch]:
-        """See `Engine.cut`."""
+        """See `LearnerEngine.cut`."""
         return self._paths(gradient=gradient).cut(rows, max_tokens)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`."""
+        """See `LearnerEngine.acting`."""
         paths = self._paths(gradient=gradient)
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
@@ -97,7 +97,7 @@ class TransformersEngine:
                     layer.training = False
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """See `Engine.keep_step`."""
+        """See `LearnerEngine.keep_step`."""
 
     def _paths(self, *, gradient: bool) -> Paths:
         """Without a gradient nothing is recomputed, so prompts can be shared even with gradient checkpointing."""

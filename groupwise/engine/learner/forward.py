@@ -68,8 +68,8 @@ class Paths:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedBatch):
             return packed_rows(decoder, batch, self.wanted)
-        way = shared_prompt if self.sharing else whole_rows
-        return way(decoder, batch, self.wanted)
+        compute = shared_prompt if self.sharing else whole_rows
+        return compute(decoder, batch, self.wanted)
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
@@ -100,7 +100,7 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs =
         mask = causal_mask(width - 1, length, device)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], outputs)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[_real_tokens(batch.rows, device)], outputs)
 
 
 def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
@@ -110,10 +110,10 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PL
     rows, width = ids_BT.shape
     prompt_BP = torch.tensor([batch.prompt_ids], device=device).expand(rows, -1)
     length = prompt_BP.shape[1]
-    whole = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
+    input_ids = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
     positions = torch.arange(length + width - 1, device=device)[None]
-    hidden = decoder.hidden(whole, positions, causal_mask(length + width - 1, 0, device), None)
-    real = hidden[:, length - 1 :][_real(batch.rows, device)]
+    hidden = decoder.hidden(input_ids, positions, causal_mask(length + width - 1, 0, device), None)
+    real = hidden[:, length - 1 :][_real_tokens(batch.rows, device)]
     return _at_tokens(decoder, batch.rows, real, outputs)
 
 
@@ -123,21 +123,21 @@ def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = 
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
     positions_SL = torch.zeros(batch.shape, dtype=torch.long)
     owners_SL = torch.zeros(batch.shape, dtype=torch.long)  # padding has the owner 0
-    places: list[Tensor] = []
-    for number, (row, place) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
+    token_indices: list[Tensor] = []
+    for number, (row, row_start) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
         tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
-        sequence, start = place
-        here = (sequence, slice(start, start + len(tokens)))
-        ids_SL[here] = torch.tensor(tokens)
-        positions_SL[here] = torch.arange(len(tokens))
-        owners_SL[here] = number
+        sequence, start = row_start
+        span = (sequence, slice(start, start + len(tokens)))
+        ids_SL[span] = torch.tensor(tokens)
+        positions_SL[span] = torch.arange(len(tokens))
+        owners_SL[span] = number
         # The hidden state before the first completion token predicts it.
         first = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
-        places.append(torch.arange(len(row.completion_ids), device=device) + first)
+        token_indices.append(torch.arange(len(row.completion_ids), device=device) + first)
     hidden_SLH = decoder.hidden(
         ids_SL.to(device), positions_SL.to(device), blocks(owners_SL.to(device)), None
     )
-    at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(places)]
+    at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(token_indices)]
     return _at_tokens(decoder, batch.rows, at_hidden, outputs)
 
 
@@ -154,15 +154,15 @@ def packing_is_exact(decoder: Decoder) -> bool:
     That holds if all layers depend only on positions and mask. Recurrent or convolutional layers would break it.
     """
     rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
-    both = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
+    packed = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
     alone = [PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)]
     with torch.no_grad():
-        together = packed_rows(decoder, both).logprobs_BT
-        apart = [packed_rows(decoder, each).logprobs_BT for each in alone]
+        together = packed_rows(decoder, packed).logprobs_BT
+        apart = [packed_rows(decoder, batch).logprobs_BT for batch in alone]
     close = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
     return all(
-        torch.allclose(together[number, : each.shape[1]], each[0], rtol=close, atol=close)
-        for number, each in enumerate(apart)
+        torch.allclose(together[number, : logprobs.shape[1]], logprobs[0], rtol=close, atol=close)
+        for number, logprobs in enumerate(apart)
     )
 
 
@@ -172,15 +172,15 @@ def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Ro
 
 
 def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _pad([row.completion_ids for row in rows], device)
+    return _pad_rows([row.completion_ids for row in rows], device)
 
 
-def _pad(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+def _pad_rows(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     width = max(map(len, values))
-    return torch.tensor([[*each, *[0] * (width - len(each))] for each in values], device=device)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in values], device=device)
 
 
-def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
+def _real_tokens(rows: Sequence[Row], device: torch.device) -> Tensor:
     """Mask [B, T] of the places that hold a token."""
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
@@ -190,9 +190,9 @@ def _at_tokens(
     decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, outputs: ForwardOutputs
 ) -> Forward:
     """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
-    queried = asked_of(rows, outputs, hidden_AH.device)
+    queried = query_tokens(rows, outputs, hidden_AH.device)
     targets = queried.targets
-    found = token_logprobs(
+    numbers = token_logprobs(
         decoder,
         hidden_AH[queried.among_A],
         targets.ids_N,
@@ -201,7 +201,7 @@ def _at_tokens(
         accuracy=outputs.accuracy,
         withheld_X2=targets.withheld_X2,
     )
-    return queried.spread(found)
+    return queried.spread(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,22 +234,22 @@ class QueriedTokens:
     places_BT: Tensor
     """Mask of these tokens in the padded shape."""
 
-    def spread(self, found: TokenNumbers) -> Forward:
+    def spread(self, numbers: TokenNumbers) -> Forward:
         """The numbers of the targets in the padded shape, 0 elsewhere."""
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
         return Forward(
-            empty_BT.masked_scatter(places_BT, found.logprobs_N),
-            empty_BT.masked_scatter(places_BT, found.entropies_N),
-            None if found.right_N is None else wrong_BT.masked_scatter(places_BT, found.right_N),
+            empty_BT.masked_scatter(places_BT, numbers.logprobs_N),
+            empty_BT.masked_scatter(places_BT, numbers.entropies_N),
+            None if numbers.right_N is None else wrong_BT.masked_scatter(places_BT, numbers.right_N),
         )
 
 
-def asked_of(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device) -> QueriedTokens:
+def query_tokens(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device) -> QueriedTokens:
     """The completion tokens for which `outputs` wants numbers."""
-    real_BT = _real(rows, device)
-    places_BT = _pad([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
+    real_BT = _real_tokens(rows, device)
+    places_BT = _pad_rows([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
     if not places_BT.any():  # backward needs some token, even if the gradient is 0
         places_BT = real_BT
     among_A = places_BT[real_BT]
@@ -269,11 +269,11 @@ def _withheld_pairs(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
         return None
     starts = accumulate((len(row.completion_ids) for row in rows), initial=0)
     pairs = [
-        (start + place, token)
+        (start + index, token)
         for row, start in zip(rows, starts, strict=False)
-        for stretch in row.withheld
-        for place in range(stretch.start, stretch.end)
-        for token in stretch.token_ids
+        for span in row.withheld
+        for index in range(span.start, span.end)
+        for token in span.token_ids
     ]
     device = among_A.device
     pairs_X2 = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)

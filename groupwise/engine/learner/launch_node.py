@@ -65,29 +65,29 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m groupwise.engine.learner.launch_node")
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
-    known = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     meeting = read_meeting(os.environ)
     if BEGUN_BY_SRUN in os.environ:
         Thread(target=end_when_told, args=[Path(os.environ[BEGUN_BY_SRUN])], daemon=True).start()
     if meeting is None and ORDER in os.environ:
-        sys.exit(begin_on_ray(os.environ, arguments, known.processes, known.command))
+        sys.exit(run_on_ray(os.environ, arguments, options.processes, options.command))
     if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:
-        sys.exit(begin_on_all(int(os.environ[MACHINES]), arguments))
+        sys.exit(run_on_all_nodes(int(os.environ[MACHINES]), arguments))
     if meeting is None:
         sys.stderr.write(
             "Nothing says where the machines of this job meet: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT are expected in the "
             "environment, or a job of Slurm with several nodes. `groupwise launch ssh|slurm|ray --machines N` and gangs set them.\n"
         )
         sys.exit(EX_USAGE)
-    sys.exit(run(meeting, known.processes, known.command))
+    sys.exit(run(meeting, options.processes, options.command))
 
 
-def begin_on_all(count: int, arguments: Sequence[str]) -> int:
+def run_on_all_nodes(count: int, arguments: Sequence[str]) -> int:
     """Run this program once on each node, by srun. Returns its exit code.
 
     TERM would make srun kill all tasks at once. So srun runs in its own session, and this process passes TERM to the tasks in a file.
     """
-    own = [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments]
+    command = [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments]
     step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     if cores := os.environ.get(CORES):  # srun does not inherit it from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
@@ -97,13 +97,13 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
     os.environ[BEGUN_BY_SRUN] = str(term_file)
     os.environ[KEY_FILE] = write_secret()
     numbers = (signal.SIGTERM, signal.SIGINT)  # INT: if the command was typed by hand
-    before = {
-        each: signal.signal(each, lambda *_: term_file.write_text("TERM")) for each in numbers
+    handlers = {
+        number: signal.signal(number, lambda *_: term_file.write_text("TERM")) for number in numbers
     }
     try:
-        code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
+        code = subprocess.Popen(["srun", *step, *ends, *command], start_new_session=True).wait()
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return code if code >= 0 else EX_TEMPFAIL
 
@@ -128,7 +128,7 @@ def write_secret() -> str:
     return path
 
 
-def begin_on_ray(
+def run_on_ray(
     environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
 ) -> int:
     """Act as the first of the machines that Ray allocated: write the command for the others, and run here. Returns the exit code."""
@@ -140,7 +140,7 @@ def begin_on_ray(
         "environment": {**environment, **variables},
         "folder": str(Path.cwd()),
     }
-    others = OutputRepeater([Path(f"{path}.{rank}.log") for rank in range(1, count)])
+    repeater = OutputRepeater([Path(f"{path}.{rank}.log") for rank in range(1, count)])
     try:
         # Renamed into place, so no other machine reads half a file; readable by this user alone.
         new = path.with_name(f"{path.name}.new")
@@ -152,7 +152,7 @@ def begin_on_ray(
         return run(meeting, processes, command)
     finally:
         path.unlink(missing_ok=True)
-        others.end()
+        repeater.end()
 
 
 class OutputRepeater:
@@ -196,10 +196,10 @@ def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
             port_of(name),
             name,
         )
-    words = ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT")
-    if not all(environment.get(word) for word in words):
+    variables = ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT")
+    if not all(environment.get(variable) for variable in variables):
         return None
-    rank, count, host, port = (environment[word] for word in words)
+    rank, count, host, port = (environment[variable] for variable in variables)
     name = environment.get("GROUPWISE_RENDEZVOUS") or "job"
     return Meeting(int(rank), int(count), host, int(port), name)
 
@@ -211,7 +211,7 @@ def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as torchrun
 
-    words = [
+    options = [
         f"--nnodes={meeting.count}",
         f"--node-rank={meeting.rank}",
         f"--nproc-per-node={processes}",
@@ -224,7 +224,7 @@ def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
         *command,
     ]
     try:
-        torchrun(parse_args(words))
+        torchrun(parse_args(options))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

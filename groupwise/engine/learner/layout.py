@@ -93,24 +93,24 @@ def cut(
     for prompt_ids, members in by_prompt(rows).items() if prompt_shared else ():
         width = max(len(rows[index].completion_ids) for index in members)
         shared_cost = len(prompt_ids) + len(members) * (width - 1)
-        packed_cost = sum(_length(rows[index]) for index in members)
+        packed_cost = sum(_row_tokens(rows[index]) for index in members)
         if shared_cost < packed_cost:
             sharing += members
     shared = microbatches([rows[index] for index in sharing], max_tokens)
     rest = sorted(set(range(len(rows))) - set(sharing))
     packs = pack_rows([rows[index] for index in rest], max_tokens)
     return [
-        *(MicroBatch(each.prompt_ids, each.rows, _pick(sharing, each.indices)) for each in shared),
-        *(PackedBatch(p.rows, _pick(rest, p.indices), p.places, p.shape) for p in packs),
+        *(MicroBatch(b.prompt_ids, b.rows, _pick_indices(sharing, b.indices)) for b in shared),
+        *(PackedBatch(b.rows, _pick_indices(rest, b.indices), b.places, b.shape) for b in packs),
     ]
 
 
 def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
     """Indices of the rows of each prompt; prompts are in the order of their first row."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(row.prompt_ids, []).append(index)
-    return found
+        groups.setdefault(row.prompt_ids, []).append(index)
+    return groups
 
 
 def microbatches(
@@ -123,11 +123,11 @@ def microbatches(
     """
     batches: list[MicroBatch] = []
     for prompt_ids, members in by_prompt(rows).items():
-        once, each = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
+        per_batch, per_row = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
         longest_first = sorted(members, key=lambda index: -len(rows[index].completion_ids))
         while longest_first:
             width = max(1, len(rows[longest_first[0]].completion_ids))
-            count = max(1, (max_tokens - once) // (width + each))
+            count = max(1, (max_tokens - per_batch) // (width + per_row))
             taken, longest_first = longest_first[:count], longest_first[count:]
             batches.append(
                 MicroBatch(prompt_ids, tuple(rows[index] for index in taken), tuple(taken))
@@ -141,20 +141,20 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
     Longer rows come first, each into the first sequence with room (first-fit decreasing). Sequences are no longer than a single row needs,
     because the cost of attention is quadratic in their length.
     """
-    left = sorted(range(len(rows)), key=lambda index: -_length(rows[index]))
+    remaining = sorted(range(len(rows)), key=lambda index: -_row_tokens(rows[index]))
     batches: list[PackedBatch] = []
-    while left:
-        length = _length(rows[left[0]])
+    while remaining:
+        length = _row_tokens(rows[remaining[0]])
         most = max(1, max_tokens // length)
         filled: list[int] = []  # tokens of each sequence
         placed: dict[int, tuple[int, int]] = {}
-        order, left = left, []
+        order, remaining = remaining, []
         for index in order:
-            needed = _length(rows[index])
+            needed = _row_tokens(rows[index])
             fits = (number for number, used in enumerate(filled) if used + needed <= length)
             sequence = next(fits, len(filled))
             if sequence == most:
-                left.append(index)
+                remaining.append(index)
                 continue
             if sequence == len(filled):
                 filled.append(0)
@@ -171,10 +171,10 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
     return batches
 
 
-def _length(row: Row) -> int:
+def _row_tokens(row: Row) -> int:
     """Tokens that the forward pass computes for a row: the last token is never an input."""
     return max(1, len(row.prompt_ids) + len(row.completion_ids) - 1)
 
 
-def _pick(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    return tuple(numbers[place] for place in places)
+def _pick_indices(numbers: Sequence[int], indices: Sequence[int]) -> tuple[int, ...]:
+    return tuple(numbers[index] for index in indices)

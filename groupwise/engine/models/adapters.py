@@ -181,8 +181,8 @@ def base_name(model: ModelConfig) -> str:
 def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
     """Warn if an adapter names another model as its base."""
     named = config.base_model_name_or_path
-    known = {base_name(model), model.name, resolve(model).location}
-    if named and named not in known and _real(named) not in map(_real, known):
+    base_names = {base_name(model), model.name, resolve(model).location}
+    if named and named not in base_names and _real(named) not in map(_real, base_names):
         logger.warning(
             "the adapter %s names %s as its base, but model.name is %s: on another base it means nothing",
             folder,

@@ -43,13 +43,13 @@ def write_artefact(
     files = list(weight_files(weights))
     if not files:
         raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")
-    own = list(tokenizer_files(weights))
-    for file in (*files, *own):
+    tokenizer_paths = list(tokenizer_files(weights))
+    for file in (*files, *tokenizer_paths):
         if linked:
             atomic_files.keep_file(file, into / file.name)
         else:
             shutil.copyfile(file, into / file.name)
-    if tokenizer is not None and not own:
+    if tokenizer is not None and not tokenizer_paths:
         tokenizer.save_pretrained(into)
     (into / CARD).write_text(card, encoding="utf-8")
 
@@ -79,5 +79,5 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    found = {file.name: file for pattern in patterns for file in folder.glob(pattern)}
-    yield from (found[name] for name in sorted(found))
+    files = {file.name: file for pattern in patterns for file in folder.glob(pattern)}
+    yield from (files[name] for name in sorted(files))

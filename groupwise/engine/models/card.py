@@ -51,7 +51,7 @@ def model_card(
     weights: Path,
     steps: int,
     *,
-    place: WeightsLocation | None = None,
+    location: WeightsLocation | None = None,
     results: Mapping[str, Any] | None = None,
     merged: bool = False,
 ) -> str:
@@ -84,14 +84,14 @@ def model_card(
         *_results(results or {}),
         *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
         "## How to load it",
-        _loading(config, base, place or WeightsLocation(), adapter=adapter),
+        _loading(config, base, location or WeightsLocation(), adapter=adapter),
         "## How it was trained",
         _training_data(config, facts),
         f"```json\n{json.dumps(_clean(settings), indent=2, ensure_ascii=False)}\n```",
     ]
     # The run's packages may differ from those installed here; runs of earlier versions recorded none.
     if used := facts.get("packages"):
-        versions = [_words(f"{package} {' and '.join(each)}") for package, each in used.items()]
+        versions = [_words(f"{package} {' and '.join(package_versions)}") for package, package_versions in used.items()]
         paragraphs.append(f"Made with {', '.join(versions)}.")
     return "\n\n".join(paragraphs) + "\n"
 
@@ -102,16 +102,16 @@ def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
 
 
-def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
+def packages_used(recorded: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
     """Versions of the packages that train a run: those recorded `before`, then the installed one if it differs."""
-    found: dict[str, list[str]] = {}
+    versions: dict[str, list[str]] = {}
     for package in PACKAGES:
         try:
-            earlier, here = (before or {}).get(package, []), metadata.version(package)
+            earlier, installed = (recorded or {}).get(package, []), metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-        found[package] = earlier if here in earlier else [*earlier, here]
-    return found
+        versions[package] = earlier if installed in earlier else [*earlier, installed]
+    return versions
 
 
 def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
@@ -181,7 +181,7 @@ def _results(results: Mapping[str, Any]) -> Iterator[str]:
         titles = {"base": "the base model", "before": "before", "after": "after"}
         columns = {title: held_out[key] for key, title in titles.items() if key in held_out}
         rows = [
-            [name, *(_interval(each[name]) for each in columns.values())]
+            [name, *(_interval(values[name]) for values in columns.values())]
             for name in held_out["after"]
         ]
         yield _table(["", *columns], rows)
@@ -198,12 +198,12 @@ def _results(results: Mapping[str, Any]) -> Iterator[str]:
         yield _table(["", "nats per token"], losses)
 
 
-def _evaluations(found: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
-    if found:
+def _evaluations(evaluations: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
+    if evaluations:
         yield "## Evaluations on the way"
-        names = list(dict.fromkeys(name for _, metrics in found for name in metrics))
-        rows = [[name, *(_number(metrics.get(name)) for _, metrics in found)] for name in names]
-        yield _table(["", *(title for title, _ in found)], rows)
+        names = list(dict.fromkeys(name for _, metrics in evaluations for name in metrics))
+        rows = [[name, *(_number(metrics.get(name)) for _, metrics in evaluations)] for name in names]
+        yield _table(["", *(title for title, _ in evaluations)], rows)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -234,24 +234,24 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.{DIGITS}g}"
 
 
-def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, adapter: bool) -> str:
+def _loading(config: Mapping[str, Any], base: str, location: WeightsLocation, *, adapter: bool) -> str:
     """Example code. It runs unchanged if the files and the base can be found by the names in it."""
-    if place.file is not None:
-        return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
-    here = f", revision={json.dumps(place.revision)}" if place.revision else ""
+    if location.file is not None:
+        return f"`{location.file}` is a model for llama.cpp: `llama-cli -m {location.file}`."
+    revision_argument = f", revision={json.dumps(location.revision)}" if location.revision else ""
     revision = config["model"].get("revision")
-    at = f", revision={json.dumps(revision)}" if revision else ""
+    base_revision = f", revision={json.dumps(revision)}" if revision else ""
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += [f"files = {json.dumps(place.name)}"]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained(files{here})"]
+    lines += [f"files = {json.dumps(location.name)}"]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained(files{revision_argument})"]
     if adapter:
         lines.insert(0, "from peft import PeftModel")
         lines += [
-            f'base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{at}, dtype="float32")'
+            f'base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{base_revision}, dtype="float32")'
         ]
-        lines += [f"model = PeftModel.from_pretrained(base, files{here})"]
+        lines += [f"model = PeftModel.from_pretrained(base, files{revision_argument})"]
     else:
-        lines += [f"model = AutoModelForCausalLM.from_pretrained(files{here})"]
+        lines += [f"model = AutoModelForCausalLM.from_pretrained(files{revision_argument})"]
     code = "```python\n" + "\n".join(lines) + "\n```"
     if adapter and not may_be_hub_id(base):
         whose = "made by Groupwise itself" if base == TINY else "on the machine that trained it"
@@ -263,7 +263,7 @@ def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     count = facts.get("examples")
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
-    sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
+    sources += [dataset.get("source") for dataset in config["data"].get("dataset_mixture") or ()]
     sources_text = ", ".join(_code(_without_path(source)) for source in sources if source)
     weights: Mapping[str, float] = facts.get("rewards") or {}
     rewards = ", ".join(

@@ -98,17 +98,17 @@ def mask_text(tokenizer: Any, text: str) -> Masked:
     return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
-def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
+def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool) -> Masked:
     """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
-    before = prompt_ids(tokenizer, prompt)
-    after = _tail(
+    prompt_tokens = prompt_ids(tokenizer, prompt)
+    completion_tokens = _tail(
         tokenizer,
         prompt,
         text_ids(tokenizer, prompt),
         _with_end_token(tokenizer, prompt + completion),
     )
-    mask = (int(whole),) * len(before) + (1,) * len(after)
-    return Masked(before + after, mask, ends=_count_end(tokenizer, after))
+    mask = (int(train_prompt),) * len(prompt_tokens) + (1,) * len(completion_tokens)
+    return Masked(prompt_tokens + completion_tokens, mask, ends=_count_end(tokenizer, completion_tokens))
 
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
@@ -120,29 +120,29 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
             "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
             "or leave that turn out."
         )
-    before = _render(tokenizer, chat, turn, ask=True)
-    whole = _render(tokenizer, chat, turn + 1, ask=False)
-    if not whole.startswith(before):
+    asked_text = _render(tokenizer, chat, turn, ask=True)
+    full_text = _render(tokenizer, chat, turn + 1, ask=False)
+    if not full_text.startswith(asked_text):
         if chat.messages[turn - 1]["role"] == "assistant":
             raise Refused(
                 "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
                 "Make them one turn, or leave one out."
             )
-        same = _common(before, whole)
+        common = _common(asked_text, full_text)
         raise TaskError(
             f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-            f"the prompt goes on with {_short_repr(before[same:])}, it writes {_short_repr(whole[same:])}, so the model would be trained "
+            f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would be trained "
             "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
             "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
             "does not do so, or that marks the assistant's words with {% generation %}."
         )
-    if before == _render(tokenizer, chat, turn, ask=False):
+    if asked_text == _render(tokenizer, chat, turn, ask=False):
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
-        before += header if header.strip() and whole.startswith(before + header) else ""
-    opening = text_ids(tokenizer, before)
-    turn_text = _tail(tokenizer, before, opening, whole)
-    stripped = _without_space_after_end(tokenizer, whole)
-    closed = turn_text if stripped == whole else _tail(tokenizer, before, opening, stripped)
+        asked_text += header if header.strip() and full_text.startswith(asked_text + header) else ""
+    opening = text_ids(tokenizer, asked_text)
+    turn_text = _tail(tokenizer, asked_text, opening, full_text)
+    stripped = _without_space_after_end(tokenizer, full_text)
+    closed = turn_text if stripped == full_text else _tail(tokenizer, asked_text, opening, stripped)
     end = len(closed) if turn_text[: len(closed)] == closed else len(turn_text)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(turn_text) - end)
     return Masked(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
@@ -151,7 +151,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
 def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked:
     """The conversation up to one assistant turn. The turn is trained after its first words, including the template's end of a turn."""
     messages = [*chat.messages[:turn], {"role": "assistant", "content": prefill}]
-    before = prompt_text(tokenizer, replace(chat, messages=messages))
+    asked_text = prompt_text(tokenizer, replace(chat, messages=messages))
     message = chat.messages[turn]
     if message.keys() & REASONING:
         raise Refused(
@@ -159,14 +159,14 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
             "the completion."
         )
     probe = [*chat.messages[:turn], {**message, "content": PROBE}]
-    _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
-    if not found:
+    _, marker, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
+    if not marker:
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
-    whole = before + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
-    opening = text_ids(tokenizer, before)
-    after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
+    full_text = asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
+    opening = text_ids(tokenizer, asked_text)
+    tail = _tail(tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text))
     return Masked(
-        opening + after, (0,) * len(opening) + (1,) * len(after), _count_end(tokenizer, after)
+        opening + tail, (0,) * len(opening) + (1,) * len(tail), _count_end(tokenizer, tail)
     )
 
 
@@ -188,13 +188,13 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
     earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
     start = _common(ids, earlier)
-    mask = tuple(mark if place >= start else 0 for place, mark in enumerate(marks))
+    mask = tuple(mark if index >= start else 0 for index, mark in enumerate(marks))
     if not any(mask):
         raise TaskError(
             f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Mend the template, or give "
             "one as model.chat_template."
         )
-    last = max(place for place, mark in enumerate(mask) if mark)
+    last = max(position for position, mark in enumerate(mask) if mark)
     return Masked(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
 
 
@@ -203,23 +203,23 @@ def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
-def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
+def _tail(tokenizer: Any, prefix: str, opening: tuple[int, ...], text: str) -> tuple[int, ...]:
     """The tokens of `whole` after its prefix `before`, whose tokens are `opening`.
 
     If tokenising the whole text would merge characters across the border, the two parts are tokenised separately, because the model is
     prompted with the tokens of `before`.
     """
-    ids = text_ids(tokenizer, whole)
+    ids = text_ids(tokenizer, text)
     if ids[: len(opening)] == opening:
         return ids[len(opening) :]
-    rest = text_ids(tokenizer, whole[len(before) :])
-    if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
+    tail = text_ids(tokenizer, text[len(prefix) :])
+    if tokenizer.decode([*opening, *tail]) != tokenizer.decode(list(ids)):
         raise TaskError(
-            f"the text {_short_repr(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
-            f"{_short_repr(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
+            f"the text {_short_repr(text[len(prefix) :])} cannot be tokenised apart from what stands before it, "
+            f"{_short_repr(prefix[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
             "space or a line break."
         )
-    return rest
+    return tail
 
 
 def _without_space_after_end(tokenizer: Any, text: str) -> str:
@@ -243,8 +243,8 @@ def _count_end(tokenizer: Any, ids: Sequence[int]) -> int:
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
-    differ = (place for place, (one, other) in enumerate(pairs) if one != other)
-    return next(differ, min(len(first), len(second)))
+    differences = (index for index, (one, other) in enumerate(pairs) if one != other)
+    return next(differences, min(len(first), len(second)))
 
 
 def _short_repr(text: str) -> str:

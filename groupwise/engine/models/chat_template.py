@@ -74,8 +74,8 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     """A conversation up to the point where the model continues it. Raises TaskError if the template refuses it."""
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
-    *before, unfinished = chat.messages
-    if not before:
+    *history, unfinished = chat.messages
+    if not history:
         raise Refused(
             "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
         )
@@ -85,7 +85,7 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
             "The prompt ends with a message of the assistant that has no text or calls tools, so it cannot be continued. Let it "
             "end with the text that the answer begins with, or leave that message out."
         )
-    earlier = Chat(before, chat.tools, chat.template_kwargs)
+    earlier = Chat(history, chat.tools, chat.template_kwargs)
     opening = render(tokenizer, earlier, ask=True)
     if opening == render(tokenizer, earlier, ask=False):
         header = header_of(tokenizer, earlier)
@@ -149,9 +149,9 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     """Template arguments other than messages and tools. Raises TaskError for one that would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
-    if own := sorted(GIVEN & arguments.keys()):
+    if reserved := sorted(GIVEN & arguments.keys()):
         raise TaskError(
-            f"chat_template_kwargs has {', '.join(own)}, which are for `apply_chat_template` itself. Leave it out."
+            f"chat_template_kwargs has {', '.join(reserved)}, which are for `apply_chat_template` itself. Leave it out."
         )
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -168,8 +168,8 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
         messages = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
         answered = render(tokenizer, Chat(messages, chat.tools, chat.template_kwargs), ask=False)
-        header, found, _ = answered.removeprefix(bare).partition(PROBE)
-        return header if found and answered.startswith(bare) else None
+        header, marker, _ = answered.removeprefix(bare).partition(PROBE)
+        return header if marker and answered.startswith(bare) else None
     return None
 
 

@@ -50,14 +50,14 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 def _break_texts(pattern: re.Pattern[str], value: Any) -> Any:
     if isinstance(value, str):
-        return pattern.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+        return pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
     if isinstance(value, Mapping):
         return {
-            _break_texts(pattern, key): _break_texts(pattern, each)
-            for key, each in cast("Mapping[Any, Any]", value).items()
+            _break_texts(pattern, key): _break_texts(pattern, item)
+            for key, item in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        return [_break_texts(pattern, each) for each in cast("Sequence[Any]", value)]
+        return [_break_texts(pattern, element) for element in cast("Sequence[Any]", value)]
     return value
 
 

@@ -171,17 +171,17 @@ class Decoder:
     @torch.no_grad()
     def _check_head(self) -> None:
         ids = torch.tensor([[0, 1, 2]], device=self.device)
-        whole = self.model(input_ids=ids).logits.float()
+        expected = self.model(input_ids=ids).logits.float()
         positions = torch.arange(3, device=self.device)[None]
         ours = self.logits(self.hidden(ids, positions, causal_mask(3, 0, self.device), None)[0])
-        if not torch.allclose(ours, whole[0], rtol=2e-2, atol=2e-2 * float(whole.abs().max())):
+        if not torch.allclose(ours, expected[0], rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
             raise ModelError(
                 f"The output head of {self.config.model_type!r} does more than this version knows: our logits differ "
-                f"from the model's own by {float((ours - whole[0]).abs().max()):.3g}."
+                f"from the model's own by {float((ours - expected[0]).abs().max()):.3g}."
             )
 
 
-def causal_mask(queries: int, before: int, device: torch.device) -> Tensor:
+def causal_mask(queries: int, past: int, device: torch.device) -> Tensor:
     """Mask [1, queries, before + queries]: a query sees all keys before the queries, itself, and earlier queries."""
-    keys = torch.arange(before + queries, device=device)
-    return (keys[None] <= torch.arange(before, before + queries, device=device)[:, None])[None]
+    keys = torch.arange(past + queries, device=device)
+    return (keys[None] <= torch.arange(past, past + queries, device=device)[:, None])[None]

@@ -82,13 +82,13 @@ class DecoderShapes:
         """The layers that the adapter changes, selected as peft does; None if a name matches no linear layer."""
         if lora.target_modules == "all-linear":
             return set(self.linear)
-        found: set[str] = set()
+        paths: set[str] = set()
         for name in lora.target_modules:
-            meant = {path for path in self.linear if f".{path}".endswith(f".{name}")}
-            if not meant:
+            matches = {path for path in self.linear if f".{path}".endswith(f".{name}")}
+            if not matches:
                 return None
-            found |= meant
-        return found or None
+            paths |= matches
+        return paths or None
 
 
 def read_decoder(config: ModelConfig) -> DecoderShapes | None:
@@ -102,12 +102,12 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
             from huggingface_hub import hf_hub_download
 
             with quiet():
-                found = hf_hub_download(resolved.location, path.name, **resolved.arguments())
-            path = Path(found)
-        said = json.loads(path.read_bytes())
+                downloaded = hf_hub_download(resolved.location, path.name, **resolved.arguments())
+            path = Path(downloaded)
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return _shapes(said) if isinstance(said, dict) and not _is_unusual(said) else None
+    return _shapes(content) if isinstance(content, dict) and not _is_unusual(content) else None
 
 
 def _is_unusual(config: Mapping[str, Any]) -> bool:
@@ -146,15 +146,15 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 def _turns_plainly(config: Mapping[str, Any]) -> bool:
     """True if rotary positions are not configured or are one of `ROTATIONS`, under the key of older or newer files."""
-    given = [
+    scalings = [
         config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None
     ]
-    if not given:
+    if not scalings:
         return True
-    if len(given) > 1 or not isinstance(given[0], dict):
+    if len(scalings) > 1 or not isinstance(scalings[0], dict):
         return False
-    kind = given[0].get("rope_type", given[0].get("type"))
-    numbers = given[0].keys() - {"rope_type", "type", "rope_theta"}
+    kind = scalings[0].get("rope_type", scalings[0].get("type"))
+    numbers = scalings[0].keys() - {"rope_type", "type", "rope_theta"}
     return isinstance(kind, str) and numbers == ROTATIONS.get(kind)
 
 

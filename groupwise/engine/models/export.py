@@ -70,8 +70,8 @@ def write_merged(
 
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
     """Write a model whose weights were all trained, in the requested number format; see `write_merged`."""
-    given = ModelConfig(name=str(weights))
-    return _write(load_model(given, "float32"), _format(read_model_config(given), dtype), into)
+    config = ModelConfig(name=str(weights))
+    return _write(load_model(config, "float32"), _format(read_model_config(config), dtype), into)
 
 
 def stored_tokenizer(folder: Path) -> Any:
@@ -94,10 +94,10 @@ def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
             assert isinstance(layer, nn.Linear), "the adapter was checked against the model"
             _untie(base, layer)
             change = scaling * (up @ down)
-            after = layer.weight + change
-            realised += float(((after.to(format).float() - layer.weight) * change).sum())
+            merged = layer.weight + change
+            realised += float(((merged.to(format).float() - layer.weight) * change).sum())
             exact += float((change * change).sum())
-            layer.weight.copy_(after)
+            layer.weight.copy_(merged)
     return realised / exact if exact else 1.0
 
 

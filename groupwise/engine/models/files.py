@@ -148,14 +148,14 @@ def _is_plain(value: Any) -> bool:
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:
     """The keys and values of all objects in a JSON value, at any depth."""
-    left = [content]
-    while left:
-        match left.pop():
+    pending = [content]
+    while pending:
+        match pending.pop():
             case dict() as found:
                 yield from cast("dict[str, Any]", found).items()
-                left += cast("dict[str, Any]", found).values()
+                pending += cast("dict[str, Any]", found).values()
             case list() as found:
-                left += cast("list[Any]", found)
+                pending += cast("list[Any]", found)
             case _:
                 pass
 
@@ -186,5 +186,5 @@ def _explain_errors(path: Path) -> Iterator[None]:
 
 
 def _listing(folder: Path) -> str:
-    found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
-    return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") or "nothing"
+    names = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") or "nothing"

@@ -83,10 +83,10 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
         api = _api()
         if _may_write(api, target.repo_id):
             _refuse_public(api, target)
-            there = _files(api, target) or {}
-            made = None if run is None else run / FINAL
-            if not (made is not None and made.is_dir() and _equal(made, there)):
-                _replaceable(api, target, there, run)
+            remote_files = _files(api, target) or {}
+            artefact = None if run is None else run / FINAL
+            if not (artefact is not None and artefact.is_dir() and _equal(artefact, remote_files)):
+                _replaceable(api, target, remote_files, run)
     except _Refused as refused:
         raise UsageError(str(refused)) from refused
     except OfflineModeIsEnabled as error:
@@ -115,17 +115,17 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
         api = _api()
         api.create_repo(target.repo_id, private=target.private, exist_ok=True)
         _refuse_public(api, target)
-        there = _files(api, target)
-        if there is None:
+        remote_files = _files(api, target)
+        if remote_files is None:
             # Branch from the first commit, which is usually empty; if it holds files, the upload may replace them.
             first = api.list_repo_commits(target.repo_id)[-1].commit_id
             if run is not None:
                 _note_commit(run, target, first)
             api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
-            there = {}
-        if not there or not _equal(folder, there):
-            parent = _replaceable(api, target, there, run)
-            made = api.upload_folder(
+            remote_files = {}
+        if not remote_files or not _equal(folder, remote_files):
+            parent = _replaceable(api, target, remote_files, run)
+            commit_info = api.upload_folder(
                 folder_path=folder,
                 repo_id=target.repo_id,
                 revision=target.revision,
@@ -133,7 +133,7 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
                 delete_patterns="*",
                 parent_commit=parent,
             )
-            commit = made.oid
+            commit = commit_info.oid
         else:
             commit = _head(api, target)  # a process may have died before noting it
         if run is not None:
@@ -163,19 +163,19 @@ def _refuse_public(api: Any, target: Target) -> None:
         )
 
 
-def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | None) -> str | None:
+def _replaceable(api: Any, target: Target, remote_files: dict[str, Any], run: Path | None) -> str | None:
     """The commit that the upload must replace; None if it may replace any. Raises _Refused if the branch holds files of another origin."""
-    if not there or target.overwrite:
+    if not remote_files or target.overwrite:
         return None
-    own = None if run is None else _own_commits(run).get(str(target))
-    if own is None or _head(api, target) != own:
-        names = sorted(there)
+    own_commit = None if run is None else _own_commits(run).get(str(target))
+    if own_commit is None or _head(api, target) != own_commit:
+        names = sorted(remote_files)
         more = f" and {len(names) - 4} more" if names[4:] else ""
         raise _Refused(
             f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
             "or set overwrite: true: the branch's history keeps what is there."
         )
-    return own
+    return own_commit
 
 
 def _head(api: Any, target: Target) -> str:
@@ -215,16 +215,16 @@ def _may_write(api: Any, repo_id: str) -> bool:
     who = api.whoami()
     if who.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise LocalTokenNotFoundError(f"the token of {who['name']} may only read.")
-    own = [who["name"], *(each["name"] for each in who.get("orgs", ()))]
+    owners = [who["name"], *(org["name"] for org in who.get("orgs", ()))]
     try:
         if owner:
             api.auth_check(repo_id, write=True)
             return True
     except RepositoryNotFoundError:
-        if owner in own:
+        if owner in owners:
             return False
     raise LocalTokenNotFoundError(
-        f"there is no such repository, and {who['name']} cannot make it: give OWNER/NAME with one of {', '.join(own)} as OWNER."
+        f"there is no such repository, and {who['name']} cannot make it: give OWNER/NAME with one of {', '.join(owners)} as OWNER."
     )
 
 
@@ -237,15 +237,15 @@ def _files(api: Any, target: Target) -> dict[str, Any] | None:
     except RevisionNotFoundError:
         return None
     return {
-        each.path: each
-        for each in listed
-        if hasattr(each, "blob_id") and each.path not in MADE_BY_THE_HUB
+        entry.path: entry
+        for entry in listed
+        if hasattr(entry, "blob_id") and entry.path not in MADE_BY_THE_HUB
     }
 
 
-def _equal(folder: Path, there: dict[str, Any]) -> bool:
-    own = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return own.keys() == there.keys() and all(_same(own[name], there[name]) for name in own)
+def _equal(folder: Path, remote_files: dict[str, Any]) -> bool:
+    local_files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return local_files.keys() == remote_files.keys() and all(_same(local_files[name], remote_files[name]) for name in local_files)
 
 
 def _same(file: Path, entry: Any) -> bool:

@@ -73,9 +73,9 @@ class Queue:
 
     def drop_after(self, step: int) -> None:
         """Remove entries of later steps, which will be repeated, and incomplete entries of an ended process."""
-        there = {entry.folder for entry in self.waiting() if entry.step <= step}
+        valid = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
-            if folder not in there:
+            if folder not in valid:
                 shutil.rmtree(folder)
 
 
@@ -90,10 +90,10 @@ def waiting(run: Path) -> list[Waiting]:
 
 
 def _entries(files: Iterable[Path]) -> list[Waiting]:
-    found = sorted(files, key=lambda file: (_step_of(file.parent), file))
+    paths = sorted(files, key=lambda file: (_step_of(file.parent), file))
     return [
         Waiting(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))
-        for file in found
+        for file in paths
     ]
 
 

@@ -100,8 +100,8 @@ def described_stop_token_ids(
 
 
 def _stops_of(*owners: object) -> tuple[int, ...]:
-    found: set[int] = set()
+    ids: set[int] = set()
     for owner in owners:
         value = getattr(owner, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(found))
+        ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(ids))

@@ -159,24 +159,24 @@ class AdaptedModel:
         model = native_model(self.base)
         if model is None:
             return None
-        known = {part.path for linear in model.products for part in linear.parts}
-        others = [path for path in self.layers_of(name) if path not in known]
-        if others and tuple(others) not in self._told:
-            self._told.add(tuple(others))
+        native_paths = {part.path for linear in model.products for part in linear.parts}
+        unsupported = [path for path in self.layers_of(name) if path not in native_paths]
+        if unsupported and tuple(unsupported) not in self._told:
+            self._told.add(tuple(unsupported))
             logger.warning(
                 "a model is sampled and trained by transformers' modules, which is slower, because its adapter changes %s",
-                ", ".join(others[:4]),
+                ", ".join(unsupported[:4]),
             )
-        return None if others else model
+        return None if unsupported else model
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """The adapter's factors by the names that peft gives them in files, sorted."""
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for path, layer in self.layers_of(name).items():
             down, up = layer.factors(name)
-            found[f"{PREFIX}{path}.lora_A.weight"] = down
-            found[f"{PREFIX}{path}.lora_B.weight"] = up
-        return dict(sorted(found.items()))
+            parameters[f"{PREFIX}{path}.lora_A.weight"] = down
+            parameters[f"{PREFIX}{path}.lora_B.weight"] = up
+        return dict(sorted(parameters.items()))
 
     def low_rank(self, name: str) -> dict[str, Factors]:
         """The adapter's factors by the layer's name in the base; not copies."""
@@ -193,12 +193,12 @@ class AdaptedModel:
     def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
         """The base with this adapter active (None: the plain base)."""
         assert name is None or name in self.configs, f"there is no adapter {name}"
-        before = self.switch.active, self.switch.dropout
+        previous = self.switch.active, self.switch.dropout
         self.switch.active, self.switch.dropout = name, dropout
         try:
             yield self.base
         finally:
-            self.switch.active, self.switch.dropout = before
+            self.switch.active, self.switch.dropout = previous
 
     def save(self, name: str, folder: Path) -> None:
         """Write the adapter as peft does, so peft, transformers and vLLM can load it. Raises OSError if the files cannot be written."""
@@ -220,19 +220,19 @@ class AdaptedModel:
                 for path, module in self._adapted_modules()
                 if name in module._all_available_adapter_names()
             }
-            others = [
-                path for path, each in changed.items() if not isinstance(each, ExactLoraLinear)
+            unsupported = [
+                path for path, target in changed.items() if not isinstance(target, ExactLoraLinear)
             ]
             targets = config.target_modules
             targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
-            paths = [f".{path}" for path in changed if path not in others]
+            paths = [f".{path}" for path in changed if path not in unsupported]
             idle = [
                 each
                 for each in targets_given
                 if not any(path.endswith(f".{each}") for path in paths)
             ]
-            if others or idle or not paths:  # not plain linear, or ignored by peft
-                wrong = ", ".join(others[:4] or idle) or "none was found"
+            if unsupported or idle or not paths:  # not plain linear, or ignored by peft
+                wrong = ", ".join(unsupported[:4] or idle) or "none was found"
                 raise ValueError(f"an adapter needs linear layers ({wrong})")
         except ValueError as error:
             self.remove(name)
@@ -245,8 +245,8 @@ class AdaptedModel:
     def _take_stock(self) -> None:
         """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
         vars(self.base).pop("peft_config", None)
-        found = self._adapted_modules()
-        self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}
+        modules = self._adapted_modules()
+        self.layers = {path: module for path, module in modules if isinstance(module, ExactLoraLinear)}
 
     def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
         return [
@@ -258,7 +258,7 @@ class AdaptedModel:
     @contextlib.contextmanager
     def _others_as_they_are(self) -> Generator[None]:
         """Keep the other adapters trainable or not, as their owners chose; peft would train only one. The base stays frozen."""
-        owned = [each for name in self.configs for each in self.parameters(name).values()]
+        owned = [parameter2 for name in self.configs for parameter2 in self.parameters(name).values()]
         trained = [parameter for parameter in owned if parameter.requires_grad]
         try:
             yield
@@ -340,12 +340,12 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     return read_tensors(folder / WEIGHTS)
 
 
-def copy_exactly(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
+def copy_exactly(owned: Mapping[str, Tensor], stored: Mapping[str, Tensor], origin: str) -> None:
     """Copy `given` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
-    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+    refuse_mismatch(shapes_of(owned), shapes_of(stored), origin)
     with torch.no_grad():
         for key, tensor in owned.items():
-            tensor.copy_(given[key])
+            tensor.copy_(stored[key])
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -354,15 +354,15 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_mismatch(
-    owned: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], origin: str
+    owned: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], origin: str
 ) -> None:
     """Raise `ModelError` that lists every name or shape in which `given` differs from `owned`."""
-    missing = sorted(set(owned) - set(given))
-    unexpected = sorted(set(given) - set(owned))
+    missing = sorted(set(owned) - set(stored))
+    unexpected = sorted(set(stored) - set(owned))
     shapes = [
-        f"{key}: {given[key]} instead of {owned[key]}"
-        for key in sorted(set(owned) & set(given))
-        if owned[key] != given[key]
+        f"{key}: {stored[key]} instead of {owned[key]}"
+        for key in sorted(set(owned) & set(stored))
+        if owned[key] != stored[key]
     ]
     if missing or unexpected or shapes:
         raise ModelError(

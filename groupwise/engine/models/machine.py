@@ -56,9 +56,9 @@ def _build() -> ModuleType:
     spec = importlib.util.spec_from_file_location("torch_version", path)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def gpu_count() -> int:
@@ -90,9 +90,9 @@ def has_bfloat16(device: str) -> bool:
 
     if device != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = torch.cpu.get_capabilities()
-    if found.get("architecture") == "x86_64":  # oneDNN's own check is also true for emulation
-        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("architecture") == "x86_64":  # oneDNN's own check is also true for emulation
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -196,7 +196,7 @@ def _groups() -> Iterator[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root, group = GROUPS / "cpu" if controllers else GROUPS, Path(path.lstrip("/"))
-        yield from (root / each for each in (group, *group.parents))
+        yield from (root / folder for folder in (group, *group.parents))
 
 
 def _limit(group: Path) -> int | None:

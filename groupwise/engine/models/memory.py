@@ -42,8 +42,8 @@ def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemory
     if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
         phrase = "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
     size = ""
-    if found := _ALLOCATION.search(text):
-        amount, unit = found.groups()
+    if match := _ALLOCATION.search(text):
+        amount, unit = match.groups()
         if unit.lower() == "bytes":
             amount, unit = f"{float(amount) / 2**20:,.1f}", "MiB"
         size = f": {amount} {unit} at once could not be had"

@@ -203,7 +203,7 @@ def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Mas
     if way.completion_only is False or isinstance(content, PlainText):
         return [_whole(tokenizer, content)]
     if isinstance(content, Completion):
-        return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
+        return [mask_completion(tokenizer, content.prompt, content.completion, train_prompt=False)]
     chat = _chat(tokenizer, content)
     begins = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
     turns = [turn for turn in assistant_turns(chat) if turn >= begins]
@@ -217,7 +217,7 @@ def _whole(tokenizer: Any, content: Content) -> Masked:
         case PlainText(text=text):
             return mask_text(tokenizer, text)
         case Completion(prompt=prompt, completion=completion):
-            return mask_completion(tokenizer, prompt, completion, whole=True)
+            return mask_completion(tokenizer, prompt, completion, train_prompt=True)
         case Conversation():
             return mask_whole_chat(tokenizer, _chat(tokenizer, content))
         case Tokens():

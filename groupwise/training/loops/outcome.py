@@ -92,7 +92,7 @@ async def end(
             WeightsLocation(hub.repo_id, revision) if hub.repo_id else WeightsLocation(final.name)
         )
         step, results = summary["final_step"], results_of(summary)
-        card = model_card(run.folder.path, final, step, place=place, results=results)
+        card = model_card(run.folder.path, final, step, location=place, results=results)
         atomic_files.write_file(final / CARD, card.encode())
         summary = {**summary, **await _upload(run, summary["policy"])}
     run.folder.summarise(state, summary)

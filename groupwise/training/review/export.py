@@ -189,7 +189,7 @@ def _write_weights(
         weights.run,
         weights.folder,
         weights.step,
-        place=WeightsLocation(
+        location=WeightsLocation(
             output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
         ),
         results=results_of(summary) if ended_with else {},

@@ -39,12 +39,12 @@ class Message(BaseModel):
 
 
 class Look(Message):
-    """Asks for versions and devices; the answer is `Found`. Nothing is loaded."""
+    """Asks for versions and devices; the answer is `WorkerInfo`. Nothing is loaded."""
 
     verb: Literal["look"] = "look"
 
 
-class Found(Message):
+class WorkerInfo(Message):
     """Versions and devices."""
 
     tunix: str

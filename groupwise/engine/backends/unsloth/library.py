@@ -37,15 +37,15 @@ FIRST = "default"
 def installed_version() -> str:
     """The installed version of Unsloth. Raises UsageError with advice if it is not installed."""
     try:
-        found = version("unsloth")
+        unsloth_version = version("unsloth")
     except PackageNotFoundError:
-        found = None
-    if found is None or find_spec("unsloth") is None:
+        unsloth_version = None
+    if unsloth_version is None or find_spec("unsloth") is None:
         raise UsageError(
             f"model.backend is unsloth, but Unsloth is not installed here. Install it: {INSTALL}. Or leave model.backend out: "
             "transformers and torch then train the model."
         )
-    return found
+    return unsloth_version
 
 
 def ready() -> None:

@@ -70,12 +70,12 @@ class UnslothModel(AdaptedModel):
         """See `AdaptedModel.using`. Waits while another thread computes."""
         assert not dropout, "the config refuses it"
         with self._alone:
-            before = self.switch.active
+            previous = self.switch.active
             self._act(name)
             try:
                 yield self.base
             finally:
-                self._act(before)
+                self._act(previous)
 
     def native(self, name: str) -> None:
         """None, because Unsloth's kernels compute this model."""
@@ -97,12 +97,12 @@ class UnslothModel(AdaptedModel):
 
     def _take_stock(self) -> None:
         """See `AdaptedModel._take_stock`."""
-        found = {
+        layers = {
             path: Layer(module)
             for path, module in self.base.named_modules()
             if isinstance(module, LoraLayer)
         }
-        self.layers = cast("Any", found)
+        self.layers = cast("Any", layers)
 
 
 class UnslothDecoder(Decoder):
@@ -117,19 +117,19 @@ class UnslothDecoder(Decoder):
 
 
 class UnslothEngine:
-    """A `groupwise.engine.learner.engine.Engine` over a model that Unsloth has loaded. Each row is computed whole, prompt included."""
+    """A `groupwise.engine.learner.engine.LearnerEngine` over a model that Unsloth has loaded. Each row is computed whole, prompt included."""
 
     def __init__(self, weights: TrainedWeights) -> None:
         self._weights = weights
         self._decoder = UnslothDecoder(weights.model)
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[MicroBatch]:
-        """See `Engine.cut`."""
+        """See `LearnerEngine.cut`."""
         return microbatches(rows, max_tokens, prompt_shared=False)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`. The same kernels compute without a gradient, so log-probabilities equal those in training."""
+        """See `LearnerEngine.acting`. The same kernels compute without a gradient, so log-probabilities equal those in training."""
 
         def compute(batch: MicroBatch, outputs: ForwardOutputs) -> Forward:
             return whole_rows(self._decoder, batch, outputs)
@@ -143,4 +143,4 @@ class UnslothEngine:
             yield compute
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """See `Engine.keep_step`. Nothing to do."""
+        """See `LearnerEngine.keep_step`. Nothing to do."""

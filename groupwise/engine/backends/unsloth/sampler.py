@@ -80,7 +80,7 @@ class UnslothSampler(QueuedSampler):
             model.generate(
                 input_ids=torch.tensor(ids, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
-                max_new_tokens=max(each.ticket.request.params.max_tokens for each in self._batch),
+                max_new_tokens=max(member.ticket.request.params.max_tokens for member in self._batch),
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
@@ -91,13 +91,13 @@ class UnslothSampler(QueuedSampler):
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Draw for each unfinished row of the batch. Returns the tokens [B]; 0 for finished rows."""
         tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
-        going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
-        if going:
-            members = [self._batch[place] for place in going]
-            tokens, logprobs = draw_members(members, logits_BV[going])
+        unfinished = [index for index, member in enumerate(self._batch) if not self._is_over(member)]
+        if unfinished:
+            members = [self._batch[index] for index in unfinished]
+            tokens, logprobs = draw_members(members, logits_BV[unfinished])
             for member, token, logprob in zip(members, tokens, logprobs, strict=True):
                 self._append(member, token, logprob)
-            tokens_B[going] = torch.tensor(tokens, device=logits_BV.device)
+            tokens_B[unfinished] = torch.tensor(tokens, device=logits_BV.device)
         return tokens_B
 
     def over(self) -> list[bool]:

@@ -34,7 +34,7 @@ class FusedAttention(PaddedAttention):
         """See `Attention.forward`."""
         out_NHD = out.view(len(out), self.shape.heads, self.shape.head_size)
         found_MLHD = self.room(out_NHD)
-        found_MHLD = _attention_output(*self._inputs(queries, keys, values))
+        found_MHLD = _attention_output(*self._attention_inputs(queries, keys, values))
         found_MLHD.copy_(found_MHLD.transpose(1, 2))
         self.put(found_MLHD, out_NHD)
 
@@ -47,17 +47,17 @@ class FusedAttention(PaddedAttention):
         d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `PaddedAttention.gradients`."""
-        inputs = self._inputs(queries, keys, values)
+        inputs = self._attention_inputs(queries, keys, values)
         d_found_MLHD = self.beside(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
         with torch.enable_grad():
-            found_MHLD = _attention_output(*(each.requires_grad_() for each in inputs))
+            found_MHLD = _attention_output(*(tensor.requires_grad_() for tensor in inputs))
         d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
             found_MHLD, inputs, d_found_MLHD.transpose(1, 2)
         )
         d_queries_MLHD.copy_(d_queries_MHLD.transpose(1, 2))
         return d_keys_MJCD, d_values_MJCD
 
-    def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _attention_inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Queries [M, heads, L, D], and keys and values [M, J, C, D], in one number format; no result shares memory with the inputs."""
         queries_MHLD = self.beside(queries).transpose(1, 2)
         return (
@@ -71,7 +71,7 @@ def fused_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[FusedAttention]:
     """One attention object for each set of texts."""
-    return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
+    return [FusedAttention(shape, text_set, real_places(text_set, device)) for text_set in texts]
 
 
 def _attention_output(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[F
     used = 0
     for members in by_prompt(rows).values():
         for part in _fitting(rows, members, max_tokens):
-            tokens = _tokens(rows, part)
+            tokens = _group_tokens(rows, part)
             if taken and (not packing or used + tokens > max_tokens):
                 batches.append(flat(rows, taken))
                 taken, used = [], 0
@@ -88,17 +88,17 @@ def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> It
     """Divide the members of a group, longest first, into parts that fit the budget; each part has at least one."""
     part: list[int] = []
     for index in sorted(members, key=lambda index: -len(rows[index].completion_ids)):
-        if part and _tokens(rows, [*part, index]) > max_tokens:
+        if part and _group_tokens(rows, [*part, index]) > max_tokens:
             yield part
             part = []
         part.append(index)
     yield part
 
 
-def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
+def _group_tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
     """Tokens to compute for these rows of one prompt."""
-    own = sum(len(rows[index].completion_ids) - 1 for index in members)
-    return len(rows[members[0]].prompt_ids) + own
+    completion_tokens = sum(len(rows[index].completion_ids) - 1 for index in members)
+    return len(rows[members[0]].prompt_ids) + completion_tokens
 
 
 def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
@@ -111,17 +111,17 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
         trunks.append((*row.prompt_ids, *alone))
     order = sorted(range(len(groups)), key=lambda number: -len(trunks[number]))
     starts = dict(zip(order, axis.add([trunks[number] for number in order]), strict=True))
-    before: list[int] = []
+    predictors: list[int] = []
     for number, members in enumerate(groups):
         length = len(rows[members[0]].prompt_ids)
         last = starts[number] + length - 1
         completions = [rows[index].completion_ids for index in members]
         if len(members) == 1:
-            before += range(last, last + len(completions[0]))
+            predictors += range(last, last + len(completions[0]))
             continue
-        begins = axis.add([ids[:-1] for ids in completions], (starts[number], length))
-        for ids, begin in zip(completions, begins, strict=True):
-            before += [last, *range(begin, begin + len(ids) - 1)]
+        text_starts = axis.add([ids[:-1] for ids in completions], (starts[number], length))
+        for ids, start in zip(completions, text_starts, strict=True):
+            predictors += [last, *range(start, start + len(ids) - 1)]
     indices = tuple(index for members in groups for index in members)
     return FlatBatch(
         rows=tuple(rows[index] for index in indices),
@@ -129,7 +129,7 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
         token_ids=tuple(axis.token_ids),
         positions=tuple(axis.positions),
         texts=tuple(axis.texts),
-        before=tuple(before),
+        before=tuple(predictors),
     )
 
 
@@ -145,16 +145,16 @@ class _Axis:
         self, texts: Sequence[Sequence[int]], prompt: tuple[int, int] | None = None
     ) -> list[int]:
         """Append texts that see this prompt, longest first; return the start of each."""
-        begins: list[int] = []
+        starts: list[int] = []
         first = 0 if prompt is None else prompt[1]
         for ids in texts:
-            begins.append(len(self.token_ids))
+            starts.append(len(self.token_ids))
             self.token_ids += ids
             self.positions += range(first, first + len(ids))
         # Form sets of similar length; empty texts are left out.
-        start, left = begins[0], [len(ids) for ids in texts if ids]
-        while left:
-            taken = [length for length in left if SPREAD * length >= left[0]]
+        start, remaining = starts[0], [len(ids) for ids in texts if ids]
+        while remaining:
+            taken = [length for length in remaining if SPREAD * length >= remaining[0]]
             self.texts.append(Texts(start, tuple(taken), prompt))
-            start, left = self.texts[-1].end, left[len(taken) :]
-        return begins
+            start, remaining = self.texts[-1].end, remaining[len(taken) :]
+        return starts

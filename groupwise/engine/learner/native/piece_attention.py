@@ -86,9 +86,9 @@ class PieceAttention(PaddedAttention):
             return d_k_BCD.view_as(heads.keys_MJCD), d_v_BCD.view_as(heads.keys_MJCD)
         sums = [torch.zeros_like(heads.keys_MJCD, dtype=d_queries_MLJRD.dtype) for _ in range(2)]
         for piece in pieces:
-            d_q_BQD, *found = self._gradients(heads, d_out_MJRLD, piece)
+            d_q_BQD, *d_keys_values = self._gradients(heads, d_out_MJRLD, piece)
             d_queries_MLJRD[piece].copy_(self._apart(d_q_BQD, piece))
-            for sum_MJCD, d_BCD in zip(sums, found, strict=True):
+            for sum_MJCD, d_BCD in zip(sums, d_keys_values, strict=True):
                 d_MJCD = d_BCD.unflatten(0, (-1, self.shape.kv_heads))
                 sum_MJCD[piece.texts, :, : d_BCD.shape[1]] += d_MJCD
         return sums[0], sums[1]
@@ -176,9 +176,9 @@ def piece_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[PieceAttention]:
     """One attention object for each set of texts."""
-    most = max(_queries(shape, each) for each in texts)
+    most = max(_queries(shape, text_set) for text_set in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
-    return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]
+    return [PieceAttention(shape, text_set, real_places(text_set, device), later_QX) for text_set in texts]
 
 
 def _queries(shape: Shape, texts: Texts) -> int:

@@ -52,10 +52,10 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function for arguments of these types; None if it is not cached."""
-        found = super().load_overload(sig, target_context)
-        if found is None:
+        overload = super().load_overload(sig, target_context)
+        if overload is None:
             _tell_of_compiling(self._cache_path)
-        return found
+        return overload
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save a compiled function; a write error is only logged."""
@@ -110,12 +110,12 @@ def sources() -> str:
 
 def digest_of(folder: Traversable) -> str:
     """A digest of all Python files in a folder."""
-    found = sha256()
-    for file in sorted(folder.iterdir(), key=lambda each: each.name):
+    digest = sha256()
+    for file in sorted(folder.iterdir(), key=lambda path: path.name):
         if file.name.endswith(".py"):
             content = file.read_bytes()
-            found.update(f"{file.name} {len(content)} ".encode() + content)
-    return found.hexdigest()[:16]
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 @cache
@@ -137,7 +137,7 @@ def _tell_not_kept(reason: str) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
+def kernel(order: Set[str] = frozenset(), *, cached: bool = False) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
     `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `kept`, the result is cached for
@@ -147,7 +147,7 @@ def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Fu
 
     def decorate(function: Function) -> Function:
         compiled: Any = numba.njit(**options)(function)
-        if kept:
+        if cached:
             compiled._cache = cache_of(function)  # as numba itself does for cache=True
         return cast("Function", compiled)
 

@@ -52,20 +52,20 @@ def _number_of(stored: Any) -> Callable[[Any], Any]:
     return upper_half if stored == types.uint16 else as_it_is
 
 
-def _store(into: Any, place: Any, number: Any) -> None:
+def _store(into: Any, index: Any, number: Any) -> None:
     """Round a float32 to the format of an array, half to even, and store it there."""
     raise NotImplementedError
 
 
 @overload(_store)
-def _store_into(into: Any, place: Any, number: Any) -> Callable[[Any, Any, Any], None]:
-    def upper_half(into: Any, place: Any, number: Any) -> None:
+def _store_into(into: Any, index: Any, number: Any) -> Callable[[Any, Any, Any], None]:
+    def upper_half(into: Any, index: Any, number: Any) -> None:
         bits = np.float32(number).view(np.uint32)
         odd = (bits >> np.uint32(16)) & np.uint32(1)
-        into[place] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        into[index] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
-    def as_it_is(into: Any, place: Any, number: Any) -> None:
-        into[place] = number
+    def as_it_is(into: Any, index: Any, number: Any) -> None:
+        into[index] = number
 
     return upper_half if into.dtype == types.uint16 else as_it_is
 
@@ -82,9 +82,9 @@ _pointer: Any = intrinsic(_typed_pointer)
 
 
 def _typed_prefetch(_: Any, address: Any) -> Any:
-    def prefetch(context: Any, builder: Any, __: Any, given: Any) -> Any:
+    def prefetch(context: Any, builder: Any, __: Any, args: Any) -> Any:
         code = VectorCode(builder)
-        code.prefetch(given[0], code.number(0))
+        code.prefetch(args[0], code.number(0))
         return context.get_dummy_value()
 
     return types.void(types.int64), prefetch
@@ -97,8 +97,8 @@ _prefetch: Any = intrinsic(_typed_prefetch)
 @kernel(ROUNDING_KEPT)
 def _fetch(address: Any, size: Any) -> None:
     """Start to fetch `size` bytes into the cache."""
-    for place in range(address, address + size, CACHE_LINE):
-        _prefetch(place)
+    for line_address in range(address, address + size, CACHE_LINE):
+        _prefetch(line_address)
 
 
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(89.0)
@@ -148,14 +148,14 @@ def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
     return scale
 
 
-@kernel(ANY_ORDER, kept=True)
+@kernel(ANY_ORDER, cached=True)
 def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
     """Root-mean-square norm of each row of a float32 matrix, multiplied by a float32 weight."""
     for n in range(x_NH.shape[0]):
         _norm_row(x_NH[n], weight_H, epsilon, into_NH[n])
 
 
-@kernel(ANY_ORDER, kept=True)
+@kernel(ANY_ORDER, cached=True)
 def norm_gradient(
     x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
 ) -> None:
@@ -177,7 +177,7 @@ def norm_gradient(
                 into_H[h] += scale * _number(dy_H[h]) * weight_H[h] - share * x_H[h]
 
 
-@kernel(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, cached=True)
 def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
     """`silu(gate) · up`; gate is the left half of each row, up the right one."""
     rows, size = into_NF.shape
@@ -188,7 +188,7 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
             _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _number(up_F[f]))
 
 
-@kernel(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, cached=True)
 def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
     """Write `silu(gate) · up` into `y_NF` again, and the gradient with respect to gate and up into `into_N2F`.
 
@@ -242,16 +242,16 @@ def _score_code(queries: int) -> Any:
     def typed(
         _: Any, query: Any, query_stride: Any, keys: Any, size: Any, scores: Any, stride: Any
     ) -> Any:
-        def score(context: Any, builder: Any, __: Any, given: Any) -> Any:
-            query, query_stride, keys, size, scores, stride = given
+        def score(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            query, query_stride, keys, size, scores, stride = args
             code = VectorCode(builder)
             rows = code.addresses(query, query_stride, queries)
 
             def add(d: Any, sums: list[Any]) -> list[Any]:
-                line = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
-                place = builder.mul(d, code.number(4))
+                keys16 = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
+                offset = builder.mul(d, code.number(4))
                 return [
-                    code.fused(code.spread(row, place), line, total)
+                    code.fused(code.spread(row, offset), keys16, total)
                     for row, total in zip(rows, sums, strict=True)
                 ]
 
@@ -285,25 +285,25 @@ def _values_code(queries: int) -> Any:
     ) -> Any:
         halves = like.dtype == types.uint16
 
-        def add_values(context: Any, builder: Any, __: Any, given: Any) -> Any:
-            weights, weights_stride, values, values_stride, count, sums, stride, _ = given
+        def add_values(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            weights, weights_stride, values, values_stride, count, sums, stride, _ = args
             code = VectorCode(builder)
             rows = code.addresses(weights, weights_stride, queries)
-            places = code.addresses(sums, stride, queries)
+            addresses = code.addresses(sums, stride, queries)
 
             def add(t: Any, now: list[Any]) -> list[Any]:
-                place = builder.mul(t, values_stride)
-                line = code.load_halves(values, place) if halves else code.load(values, place)
-                place = builder.mul(t, code.number(4))
+                offset = builder.mul(t, values_stride)
+                line = code.load_halves(values, offset) if halves else code.load(values, offset)
+                offset = builder.mul(t, code.number(4))
                 return [
-                    code.fused(code.spread(row, place), line, total)
+                    code.fused(code.spread(row, offset), line, total)
                     for row, total in zip(rows, now, strict=True)
                 ]
 
             zero = code.number(0)
-            found = code.loop(count, [code.load(place, zero) for place in places], add)
-            for total, place in zip(found, places, strict=True):
-                code.store(total, place, zero)
+            totals = code.loop(count, [code.load(address, zero) for address in addresses], add)
+            for total, address2 in zip(totals, addresses, strict=True):
+                code.store(total, address2, zero)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7, like), add_values
@@ -324,15 +324,15 @@ def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, st
         keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
         into = scores_RX.ctypes.data + 4 * (start + block * STRETCH)
         for r in range(0, repeat, 4):
-            query, found = queries_RD.ctypes.data + 4 * r * size, into + r * room
+            query, output = queries_RD.ctypes.data + 4 * r * size, into + r * room
             if repeat - r >= 4:
-                _score_4(query, 4 * size, keys, size, found, room)
+                _score_4(query, 4 * size, keys, size, output, room)
             elif repeat - r == 3:
-                _score_3(query, 4 * size, keys, size, found, room)
+                _score_3(query, 4 * size, keys, size, output, room)
             elif repeat - r == 2:
-                _score_2(query, 4 * size, keys, size, found, room)
+                _score_2(query, 4 * size, keys, size, output, room)
             else:
-                _score_1(query, 4 * size, keys, size, found, room)
+                _score_1(query, 4 * size, keys, size, output, room)
 
 
 @kernel(ANY_ORDER | {"nnan"})
@@ -396,24 +396,24 @@ def _attend_heads(
     sums_RD: Array,
 ) -> None:
     """Attention of one key head's queries to the keys seen of their row and of its prompt; overwrites `scores_RX`."""
-    own = STRETCH * _blocks(seen)
-    both = own + STRETCH * _blocks(prompt_seen)
+    own_width = STRETCH * _blocks(seen)
+    total_width = own_width + STRETCH * _blocks(prompt_seen)
     _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
-    _score(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own)
+    _score(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own_width)
     totals_R = np.empty(queries_RD.shape[0], np.float32)
     for r in range(queries_RD.shape[0]):
-        own_T, prompt_P = scores_RX[r, :own], scores_RX[r, own:both]
+        own_T, prompt_P = scores_RX[r, :own_width], scores_RX[r, own_width:total_width]
         highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
         totals_R[r] = _weigh(own_T, seen, highest) + _weigh(prompt_P, prompt_seen, highest)
     sums_RD[:] = np.float32(0.0)
     _add_values(scores_RX, 0, values_TD, seen, sums_RD)
-    _add_values(scores_RX, own, prompt_values_PD, prompt_seen, sums_RD)
+    _add_values(scores_RX, own_width, prompt_values_PD, prompt_seen, sums_RD)
     for r in range(queries_RD.shape[0]):
         for d in range(sums_RD.shape[1]):
             sums_RD[r, d] /= totals_R[r]
 
 
-@kernel(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, cached=True)
 def attend(
     qkv_NO: Array,
     turns_NC2: Array,
@@ -458,13 +458,13 @@ def attend(
                 _fetch(
                     values_BTD[following].ctypes.data, count * STRETCH * width * values_BTD.itemsize
                 )
-            place = (heads + j) * size
-            stored_D = qkv_NO[n, place : place + size]
+            offset = (heads + j) * size
+            stored_D = qkv_NO[n, offset : offset + size]
             _head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
             for d in range(size):
                 keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
-            place += kv_heads * size
-            value_D, stored_D = values_TD[at], qkv_NO[n, place : place + size]
+            offset += kv_heads * size
+            value_D, stored_D = values_TD[at], qkv_NO[n, offset : offset + size]
             for d in range(size):
                 _store(value_D, d, _number(stored_D[d]))
             start = j * repeat * size

@@ -89,21 +89,21 @@ class Packed:
         x = array(self._pad(x_NI))
         into_NO = torch.empty(len(x), self._shape[0])
         into, blocks = array(into_NO), len(low.ranks_B2)
-        several = torch.get_num_threads() > 1
-        low_NR = products.narrow(x, low.down) if several else NOT_YET
+        multithreaded = torch.get_num_threads() > 1
+        low_NR = products.narrow(x, low.down) if multithreaded else NOT_YET
 
         def part(first: int, last: int) -> None:
             products.product(
                 x, self._weights, self._bias_O, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
             )  # fmt: skip
 
-        if several:
+        if multithreaded:
             in_parts(part, blocks, least=BLOCKS_OF_A_THREAD)
         else:
             part(0, blocks)
         found_NO = into_NO[: len(x_NI)]
-        whole = self._outputs == self._shape[0]
-        return found_NO if whole else found_NO[:, : self._outputs].contiguous()
+        unpadded = self._outputs == self._shape[0]
+        return found_NO if unpadded else found_NO[:, : self._outputs].contiguous()
 
     def _pad(self, x_NI: Tensor) -> Tensor:
         rows, inputs = x_NI.shape
@@ -141,7 +141,7 @@ def in_parts(work: Callable[[int, int], object], count: int, *, least: int) -> N
     if threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads, "groupwise-kernels")
     borders = [count * number // threads for number in range(threads + 1)]
-    others = [_pools[threads].submit(work, first, last) for first, last in pairwise(borders[1:])]
+    futures = [_pools[threads].submit(work, first, last) for first, last in pairwise(borders[1:])]
     work(borders[0], borders[1])
-    for each in others:
-        each.result()
+    for future in futures:
+        future.result()

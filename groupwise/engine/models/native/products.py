@@ -105,7 +105,7 @@ def _add_pair(code: VectorCode, total: Any, left: Any, right: Any) -> Any:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         multiply = code.function(name, FLOATS, [FLOATS, _TWOS, _TWOS])
         return code.builder.call(
-            multiply, [total, *(code.builder.bitcast(each, _TWOS) for each in (left, right))]
+            multiply, [total, *(code.builder.bitcast(operand, _TWOS) for operand in (left, right))]
         )
     for part in (code.lower_halves, code.upper_halves):
         total = code.fused(part(left), part(right), total)
@@ -177,9 +177,9 @@ def _tile(rows: int) -> Any:
     ) -> Any:
         kind = _kind(x_NI, weights)
 
-        def tile(context: Any, builder: Any, __: Any, given: Any) -> Any:
-            first_line, lines, fetched, fetched_stride, x, x_stride, up, up_stride = given[2:10]
-            low, low_stride, ranks, begun, into, stride = given[10:]
+        def tile(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            first_line, lines, fetched, fetched_stride, x, x_stride, up, up_stride = args[2:10]
+            low, low_stride, ranks, begun, into, stride = args[10:]
             code = VectorCode(builder)
             x_rows = code.addresses(x, x_stride, rows)
             low_rows = code.addresses(low, low_stride, rows)
@@ -254,13 +254,13 @@ def _narrow(x_NI: Array, down: Array) -> Any:
     return low_NR
 
 
-@kernel(kept=True)
+@kernel(cached=True)
 def narrow(x_NI: Array, down: Array) -> Any:
     """`x Aᵀ` [N, R], in float32; see `product`."""
     return _narrow(x_NI, down)
 
 
-@kernel(kept=True)
+@kernel(cached=True)
 def product(
     x_NI: Array,
     weights: Array,

@@ -35,18 +35,18 @@ def _norm(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK
     if GRADIENT:
         g = tl.load(dy + row + at, mask=inside, other=0.0).to(tl.float32) * factor
         mean = tl.sum(g * value, 0) / hidden
-        before = tl.load(into + row + at, mask=inside, other=0.0)
+        previous = tl.load(into + row + at, mask=inside, other=0.0)
         gradient = scale * g - scale * scale * scale * mean * value
-        tl.store(into + row + at, before + gradient, mask=inside)
+        tl.store(into + row + at, previous + gradient, mask=inside)
 
 
 @triton.jit
-def _gated_kernel(both, y, width, SPAN: tl.constexpr):
+def _gated_kernel(gate_up, y, width, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
-    gate = tl.load(both + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 

@@ -25,8 +25,8 @@ from groupwise.core.types import GroupRequest, Row, SamplingParams  # noqa: E402
 from groupwise.engine.backends.tunix.messages import Open  # noqa: E402 — there once the package is
 from groupwise.engine.backends.tunix.worker import families, forward, head, sampler  # noqa: E402
 from groupwise.engine.backends.tunix.worker.adapter import Adapted  # noqa: E402
-from groupwise.engine.backends.tunix.worker.learner import _arrays  # noqa: E402
-from groupwise.engine.backends.tunix.worker.service import Service, _mesh  # noqa: E402
+from groupwise.engine.backends.tunix.worker.learner import _loss_inputs  # noqa: E402
+from groupwise.engine.backends.tunix.worker.service import Service, _make_mesh  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYERS = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -53,7 +53,7 @@ def _described(folder: str) -> dict[str, Any]:
 
 def _adapted(folder: str) -> Adapted:
     """In bfloat16, on one device."""
-    model, family = families.load(Path(folder), _described(folder), "bfloat16", _mesh((1, 1)))
+    model, family = families.load(Path(folder), _described(folder), "bfloat16", _make_mesh((1, 1)))
     layers = [f"model.layers.0.{name}" for name in LAYERS]
     return Adapted(model, family, layers, RANK, ALPHA)
 
@@ -106,7 +106,7 @@ def _added(adapted: Adapted, weight: str, inputs: Any, down: Any, up: Any) -> An
 def logits(folder: str) -> dict[str, list[float]]:
     """Which share of the logits have no more digits than bfloat16: of the sampler's steps, and of the learner's pieces."""
     shares: dict[str, list[float]] = {"sampler": [], "learner": []}
-    drawn, numbers = sampler._draw, head._numbers
+    drawn, numbers = sampler._draw_tokens, head._piece_numbers
 
     def noting(kind: str, module: Any, name: str) -> None:
         own = getattr(module, name)
@@ -120,8 +120,8 @@ def logits(folder: str) -> dict[str, list[float]]:
 
         setattr(module, name, noted)
 
-    noting("sampler", sampler, "_draw")
-    noting("learner", head, "_numbers")
+    noting("sampler", sampler, "_draw_tokens")
+    noting("learner", head, "_piece_numbers")
     adapted = _adapted(folder)
     factors = adapted.fresh(0)
     prompt = (5, 9, 7, 30)
@@ -132,7 +132,7 @@ def logits(folder: str) -> dict[str, list[float]]:
     model = adapted.with_factors(factors, adapted.base)
     jax.block_until_ready(jax.jit(forward.numbers)(model, batch.sequences(102)))
     jax.effects_barrier()
-    sampler._draw, head._numbers = drawn, numbers
+    sampler._draw_tokens, head._piece_numbers = drawn, numbers
     return shares
 
 
@@ -140,7 +140,7 @@ def draws() -> dict[str, int]:
     """Tokens without weight that are drawn, when numbers fall beside the ends of blocks of which most have none."""
     found = {"drawn": 0, "without weight": 0}
     generator = np.random.default_rng(0)
-    search = jax.jit(sampler._search)
+    search = jax.jit(sampler._search_cumulative)
     for _ in range(4):
         weights_SV = np.zeros((64, 1 << 18), np.float32)
         for row in weights_SV:
@@ -212,7 +212,7 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     ids, length = tuple(range(2, 40)), 29
     rows = [Row(ids[:9], ids[9:], (1,) * length, (-3.0,) * length, each / 4, 1.0, 1.0, (each, 0)) for each in range(4)]  # fmt: skip
     (batch,) = learner._cut(rows)
-    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _arrays(batch), {"policy": 0.25})  # fmt: skip
+    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _loss_inputs(batch), {"policy": 0.25})  # fmt: skip
     compiled = learner._gradient_of(loss).lower(*given).compile()
     _, gradient = compiled(*given)
     opened._scope.close()

@@ -22,12 +22,12 @@ from groupwise.engine.distributed.handshake import (
     BrokenSeal,
     Seal,
     Stranger,
-    _code,
+    _handshake_code,
     admit,
     introduce,
     secret_of_attempt,
 )
-from groupwise.engine.distributed.messages import Answered, MessageChannel
+from groupwise.engine.distributed.messages import CallResult, MessageChannel
 
 SECRET = b"of this attempt"
 Pair = tuple[socket.socket, socket.socket]
@@ -80,8 +80,8 @@ def test_who_knows_the_secret_is_let_in_and_heard() -> None:
     assert number == 3
     ours, theirs = MessageChannel(here, seal), MessageChannel(there, its)
     for each in range(3):
-        ours.send(Answered(each, b"x" * each))
-        theirs.send(Answered(each, None))
+        ours.send(CallResult(each, b"x" * each))
+        theirs.send(CallResult(each, None))
     assert [theirs.receive().number for _ in range(3)] == [0, 1, 2]
     assert [ours.receive().number for _ in range(3)] == [0, 1, 2]
     ours.close()
@@ -118,7 +118,7 @@ def test_an_answer_is_good_for_one_challenge(pair: Pair) -> None:
     said = b"00000001" + b"r" * 32
     first, rank = pair
     with beside(lambda: admit(first, SECRET)[0]) as found:
-        answer = said + _code(SECRET, b"rank", rank.recv(32) + said)
+        answer = said + _handshake_code(SECRET, b"rank", rank.recv(32) + said)
         rank.sendall(answer)
     assert found == [1]
     another, again = socket.socketpair()

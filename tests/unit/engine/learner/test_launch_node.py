@@ -15,7 +15,7 @@ import pytest
 
 from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, port_of
 from groupwise.engine.learner import launch_node
-from groupwise.engine.learner.launch_node import BEGUN_BY_SRUN, Meeting, begin_on_all, read_meeting
+from groupwise.engine.learner.launch_node import BEGUN_BY_SRUN, Meeting, run_on_all_nodes, read_meeting
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
@@ -59,7 +59,7 @@ def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
         with monkeypatch.context() as patched:
             patched.setenv(BEGUN_BY_SRUN, "")
             patched.setenv(KEY_FILE, "")
-            assert begin_on_all(2, ["--", "true"]) == 0
+            assert run_on_all_nodes(2, ["--", "true"]) == 0
             path = Path(os.environ[KEY_FILE])
         found.append(path.read_text())
         assert path == tmp_path / KEY
@@ -124,7 +124,7 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
         "CANARY": "secret",
     }  # fmt: skip
     words = ["--processes", "2", "--", "job", "a b"]
-    assert launch_node.begin_on_ray(told, words, "2", ["job", "a b"]) == 5
+    assert launch_node.run_on_ray(told, words, "2", ["job", "a b"]) == 5
     meeting, processes, command, order, mode = seen
     assert meeting == Meeting(0, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
     assert (processes, command, mode) == ("2", ["job", "a b"], 0o600)

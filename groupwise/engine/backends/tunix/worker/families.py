@@ -58,7 +58,7 @@ def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any
     return loader.create_model_from_safe_tensors(str(folder), config, mesh, number), family
 
 
-def _separate(
+def _rotary_config(
     code: Any, described: Described, dtype: Any, tied: str, with_dtype: bool = True
 ) -> Any:
     theta = float(described["rope_parameters"]["rope_theta"])
@@ -106,8 +106,8 @@ def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
     )
 
 
-_llama = functools.partial(_separate, tied="weight_tying", with_dtype=False)
-_qwen = functools.partial(_separate, tied="use_tied_embedding")
+_llama = functools.partial(_rotary_config, tied="weight_tying", with_dtype=False)
+_qwen = functools.partial(_rotary_config, tied="use_tied_embedding")
 
 FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family("tunix.models.gemma3", "params_safetensors", FUSED, _gemma3),
