@@ -257,12 +257,12 @@ class WholeTensors(Mapping[str, Tensor]):
                 tensor.full_tensor()
 
 
-def copy_parts(owned: Mapping[str, Tensor], stored: Mapping[str, Tensor], origin: str) -> None:
+def copy_parts(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin: str) -> None:
     """Like `groupwise.engine.models.lora.copy_exactly`; each learner copies its part of divided tensors."""
-    refuse_mismatch(shapes_of(owned), shapes_of(stored), origin)
+    refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
     with torch.no_grad():
         for name, tensor in owned.items():
-            source = stored[name]
+            source = loaded[name]
             if isinstance(tensor, DTensor):
                 source = distribute_tensor(
                     source.to(tensor.device),

@@ -182,7 +182,7 @@ def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> 
     """Warn if an adapter names another model as its base."""
     named = config.base_model_name_or_path
     base_names = {base_name(model), model.name, resolve(model).location}
-    if named and named not in base_names and _real(named) not in map(_real, base_names):
+    if named and named not in base_names and _resolved_path(named) not in map(_resolved_path, base_names):
         logger.warning(
             "the adapter %s names %s as its base, but model.name is %s: on another base it means nothing",
             folder,
@@ -191,7 +191,7 @@ def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> 
         )
 
 
-def _real(name: str) -> Path:
+def _resolved_path(name: str) -> Path:
     return Path(name).expanduser().resolve()
 
 

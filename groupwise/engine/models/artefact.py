@@ -65,12 +65,12 @@ def keep_artefact(folder: Path, weights: Path, card: str, tokenizer: Any = None)
 
 def weight_files(folder: Path) -> Iterator[Path]:
     """The files of an adapter, or those of a whole model."""
-    return _matching(folder, ADAPTER if is_adapter(folder) else MODEL)
+    return _matching_files(folder, ADAPTER if is_adapter(folder) else MODEL)
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
     """The files of a tokenizer, including its chat template; none if the weights' folder has no tokenizer."""
-    return _matching(folder, TOKENIZER)
+    return _matching_files(folder, TOKENIZER)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -78,6 +78,6 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER[0]).is_file()
 
 
-def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+def _matching_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     files = {file.name: file for pattern in patterns for file in folder.glob(pattern)}
     yield from (files[name] for name in sorted(files))

@@ -88,7 +88,7 @@ def mask_turns(
 
 def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
     """The whole conversation, with every token trained."""
-    ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
+    ids = text_ids(tokenizer, _render_turns(tokenizer, chat, len(chat.messages), ask=False))
     return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
@@ -99,9 +99,9 @@ def mask_text(tokenizer: Any, text: str) -> Masked:
 
 
 def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool) -> Masked:
-    """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
+    """A completion and its end token after a prompt, both text; `train_prompt` trains the prompt too."""
     prompt_tokens = prompt_ids(tokenizer, prompt)
-    completion_tokens = _tail(
+    completion_tokens = _tokens_after(
         tokenizer,
         prompt,
         text_ids(tokenizer, prompt),
@@ -120,15 +120,15 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
             "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
             "or leave that turn out."
         )
-    asked_text = _render(tokenizer, chat, turn, ask=True)
-    full_text = _render(tokenizer, chat, turn + 1, ask=False)
+    asked_text = _render_turns(tokenizer, chat, turn, ask=True)
+    full_text = _render_turns(tokenizer, chat, turn + 1, ask=False)
     if not full_text.startswith(asked_text):
         if chat.messages[turn - 1]["role"] == "assistant":
             raise Refused(
                 "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
                 "Make them one turn, or leave one out."
             )
-        common = _common(asked_text, full_text)
+        common = _common_prefix_length(asked_text, full_text)
         raise TaskError(
             f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
             f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would be trained "
@@ -136,13 +136,13 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
             "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
             "does not do so, or that marks the assistant's words with {% generation %}."
         )
-    if asked_text == _render(tokenizer, chat, turn, ask=False):
+    if asked_text == _render_turns(tokenizer, chat, turn, ask=False):
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         asked_text += header if header.strip() and full_text.startswith(asked_text + header) else ""
     opening = text_ids(tokenizer, asked_text)
-    turn_text = _tail(tokenizer, asked_text, opening, full_text)
+    turn_text = _tokens_after(tokenizer, asked_text, opening, full_text)
     stripped = _without_space_after_end(tokenizer, full_text)
-    closed = turn_text if stripped == full_text else _tail(tokenizer, asked_text, opening, stripped)
+    closed = turn_text if stripped == full_text else _tokens_after(tokenizer, asked_text, opening, stripped)
     end = len(closed) if turn_text[: len(closed)] == closed else len(turn_text)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(turn_text) - end)
     return Masked(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
@@ -164,7 +164,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
     full_text = asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
     opening = text_ids(tokenizer, asked_text)
-    tail = _tail(tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text))
+    tail = _tokens_after(tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text))
     return Masked(
         opening + tail, (0,) * len(opening) + (1,) * len(tail), _count_end(tokenizer, tail)
     )
@@ -186,28 +186,28 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
         return_assistant_tokens_mask=True,
     )
     ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
-    earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
-    start = _common(ids, earlier)
+    earlier = text_ids(tokenizer, _render_turns(tokenizer, chat, turn, ask=False)) if turn else ()
+    start = _common_prefix_length(ids, earlier)
     mask = tuple(mark if index >= start else 0 for index, mark in enumerate(marks))
     if not any(mask):
         raise TaskError(
             f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Mend the template, or give "
             "one as model.chat_template."
         )
-    last = max(position for position, mark in enumerate(mask) if mark)
+    last = max(index for index, mark in enumerate(mask) if mark)
     return Masked(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
 
 
-def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
+def _render_turns(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     """The first `count` messages as text; `ask` adds the assistant header, after which the model answers."""
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
-def _tail(tokenizer: Any, prefix: str, opening: tuple[int, ...], text: str) -> tuple[int, ...]:
-    """The tokens of `whole` after its prefix `before`, whose tokens are `opening`.
+def _tokens_after(tokenizer: Any, prefix: str, opening: tuple[int, ...], text: str) -> tuple[int, ...]:
+    """The tokens of `text` after `prefix`, whose tokens are `opening`.
 
     If tokenising the whole text would merge characters across the border, the two parts are tokenised separately, because the model is
-    prompted with the tokens of `before`.
+    prompted with the tokens of `prefix`.
     """
     ids = text_ids(tokenizer, text)
     if ids[: len(opening)] == opening:
@@ -240,7 +240,7 @@ def _count_end(tokenizer: Any, ids: Sequence[int]) -> int:
     return int(bool(ids) and ids[-1] in ends)
 
 
-def _common(first: Sequence[object], second: Sequence[object]) -> int:
+def _common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
     differences = (index for index, (one, other) in enumerate(pairs) if one != other)

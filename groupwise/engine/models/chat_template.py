@@ -113,14 +113,14 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     template, messages = template_of(tokenizer, chat), list(chat.messages)
     if "developer" not in template:  # a newer name of the role "system"
         messages = [
-            {**each, "role": "system"} if each.get("role") == "developer" else each
-            for each in messages
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in messages
         ]
     try:
         if not how.get("tokenize"):
             messages = [
-                break_control_tokens(tokenizer, each, of_tool=each.get("role") in OF_TOOLS)
-                for each in messages
+                break_control_tokens(tokenizer, message, of_tool=message.get("role") in OF_TOOLS)
+                for message in messages
             ]
             arguments = break_control_tokens(tokenizer, arguments)
         if any(message.get("tool_calls") for message in messages):

@@ -64,7 +64,7 @@ class DecoderShapes:
         weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
         trained = parameters = weights + self.others
         if lora is not None:
-            paths = self._targets(lora)
+            paths = self._target_paths(lora)
             if config.adapter is not None or paths is None:
                 return None
             trained = sum(lora.r * sum(self.linear[path]) for path in paths)
@@ -78,7 +78,7 @@ class DecoderShapes:
             dropout=0.0 if lora is None else lora.dropout,
         )
 
-    def _targets(self, lora: LoraConfig) -> set[str] | None:
+    def _target_paths(self, lora: LoraConfig) -> set[str] | None:
         """The layers that the adapter changes, selected as peft does; None if a name matches no linear layer."""
         if lora.target_modules == "all-linear":
             return set(self.linear)
@@ -136,7 +136,7 @@ def _is_unusual(config: Mapping[str, Any]) -> bool:
         and config.get("dtype", "float32") in ("float32", "bfloat16", "float16")
         and not {"dtype", "torch_dtype"} <= config.keys()
         and all(config.get(key) is None for key in UNUSUAL)
-        and _turns_plainly(config)
+        and _has_plain_rotations(config)
     )
 
 
@@ -144,7 +144,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def _turns_plainly(config: Mapping[str, Any]) -> bool:
+def _has_plain_rotations(config: Mapping[str, Any]) -> bool:
     """True if rotary positions are not configured or are one of `ROTATIONS`, under the key of older or newer files."""
     scalings = [
         config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None

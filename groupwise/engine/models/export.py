@@ -61,17 +61,17 @@ def write_merged(
         warnings.filterwarnings("ignore", message=".*a tied layer is part", category=UserWarning)
         check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of ties; see `_untie`
     base = load_model(model, "float32")
-    format = _format(read_model_config(model), dtype)
-    tensors = _add(base, adapter, format)
+    format = _export_dtype(read_model_config(model), dtype)
+    tensors = _add_adapter(base, adapter, format)
     if tensors < keeping:
         format, tensors = torch.float32, 1.0
-    return replace(_write(base, format, into), kept=tensors)
+    return replace(_write_model(base, format, into), kept=tensors)
 
 
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
     """Write a model whose weights were all trained, in the requested number format; see `write_merged`."""
     config = ModelConfig(name=str(weights))
-    return _write(load_model(config, "float32"), _format(read_model_config(config), dtype), into)
+    return _write_model(load_model(config, "float32"), _export_dtype(read_model_config(config), dtype), into)
 
 
 def stored_tokenizer(folder: Path) -> Any:
@@ -80,7 +80,7 @@ def stored_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
+def _add_adapter(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
     """Compute W + scaling · B A for each layer that has an adapter. Returns the share of the change that `format` keeps."""
     config, tensors = read_lora_config(adapter), read_adapter(adapter)
     scaling = scaling_of(config)
@@ -116,13 +116,13 @@ def _untie(base: PreTrainedModel, layer: nn.Linear) -> None:
     config.tie_word_embeddings = False
 
 
-def _format(stored: Any, dtype: ExportDtype) -> torch.dtype:
+def _export_dtype(stored: Any, dtype: ExportDtype) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     return getattr(stored, "dtype", None) or torch.float32
 
 
-def _write(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> Written:
+def _write_model(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> Written:
     cast("nn.Module", model).to(dtype)
     cast("Any", model.config).dtype = dtype
     model.config._name_or_path = ""  # it may be a path on this machine

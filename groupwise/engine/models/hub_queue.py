@@ -69,7 +69,7 @@ class Queue:
 
     def waiting(self) -> list[Waiting]:
         """All entries, in the order of their steps."""
-        return _entries(self.folder.glob(f"step-*/{TARGET}"))
+        return _read_entries(self.folder.glob(f"step-*/{TARGET}"))
 
     def drop_after(self, step: int) -> None:
         """Remove entries of later steps, which will be repeated, and incomplete entries of an ended process."""
@@ -86,10 +86,10 @@ def queue(run: Path, name: str) -> Queue:
 
 def waiting(run: Path) -> list[Waiting]:
     """The entries of all queues of a run, in the order of their steps."""
-    return _entries((run / QUEUES).glob(f"*/step-*/{TARGET}"))
+    return _read_entries((run / QUEUES).glob(f"*/step-*/{TARGET}"))
 
 
-def _entries(files: Iterable[Path]) -> list[Waiting]:
+def _read_entries(files: Iterable[Path]) -> list[Waiting]:
     paths = sorted(files, key=lambda file: (_step_of(file.parent), file))
     return [
         Waiting(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))

@@ -84,7 +84,7 @@ def model_folder(config: ModelConfig) -> Path:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion, according to the model's config, its generation config, or the tokenizer."""
-    return _stops_of(model.config, model.generation_config, tokenizer)
+    return _stop_token_ids(model.config, model.generation_config, tokenizer)
 
 
 def described_stop_token_ids(
@@ -96,10 +96,10 @@ def described_stop_token_ids(
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
     except OSError:  # a generation config is optional
         generation = None
-    return _stops_of(read_model_config(config), generation, tokenizer)
+    return _stop_token_ids(read_model_config(config), generation, tokenizer)
 
 
-def _stops_of(*owners: object) -> tuple[int, ...]:
+def _stop_token_ids(*owners: object) -> tuple[int, ...]:
     ids: set[int] = set()
     for owner in owners:
         value = getattr(owner, "eos_token_id", None)

@@ -111,7 +111,7 @@ class AdaptedModel:
         self.configs: dict[str, LoraConfig] = {}
         """Config of each adapter, by its name."""
         self.switch = AdapterSwitch()
-        self._told: set[tuple[str, ...]] = set()
+        self._warned: set[tuple[str, ...]] = set()
         """Sets of layers for which a warning has been logged that modules compute them."""
         self.layers: dict[str, ExactLoraLinear] = {}
         """Layers that at least one adapter changes, in the order of the base."""
@@ -124,8 +124,8 @@ class AdaptedModel:
         Raises `ModelError` for impossible targets; the model is then unchanged.
         """
         assert name not in self.configs, f"there is an adapter {name} already"
-        with self._others_as_they_are():
-            self._inject(name, self.config if config is None else config)
+        with self._keeping_other_adapters():
+            self._inject_adapter(name, self.config if config is None else config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
@@ -141,13 +141,13 @@ class AdaptedModel:
     def remove(self, name: str) -> None:
         """Remove an adapter. A layer that no other adapter changes becomes the base's plain layer again."""
         self.configs.pop(name, None)
-        with self._others_as_they_are():
+        with self._keeping_other_adapters():
             for path, layer in self._adapted_modules():
                 layer._active_adapter = []  # peft would activate another one, and warn about it
                 layer.delete_adapter(name)
                 if not layer._all_available_adapter_names():
                     self.base.set_submodule(path, layer.get_base_layer())
-        self._take_stock()
+        self._update_layers()
 
     def layers_of(self, name: str) -> dict[str, ExactLoraLinear]:
         """The layers that an adapter changes, in the order of the base."""
@@ -161,8 +161,8 @@ class AdaptedModel:
             return None
         native_paths = {part.path for linear in model.products for part in linear.parts}
         unsupported = [path for path in self.layers_of(name) if path not in native_paths]
-        if unsupported and tuple(unsupported) not in self._told:
-            self._told.add(tuple(unsupported))
+        if unsupported and tuple(unsupported) not in self._warned:
+            self._warned.add(tuple(unsupported))
             logger.warning(
                 "a model is sampled and trained by transformers' modules, which is slower, because its adapter changes %s",
                 ", ".join(unsupported[:4]),
@@ -211,7 +211,7 @@ class AdaptedModel:
         described = {**described_adapter(config), "base_model_name_or_path": called}
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
 
-    def _inject(self, name: str, config: LoraConfig) -> None:
+    def _inject_adapter(self, name: str, config: LoraConfig) -> None:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
         try:
             inject_adapter_in_model(config, self.base, adapter_name=name)
@@ -221,15 +221,15 @@ class AdaptedModel:
                 if name in module._all_available_adapter_names()
             }
             unsupported = [
-                path for path, target in changed.items() if not isinstance(target, ExactLoraLinear)
+                path for path, module in changed.items() if not isinstance(module, ExactLoraLinear)
             ]
             targets = config.target_modules
             targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
             paths = [f".{path}" for path in changed if path not in unsupported]
             idle = [
-                each
-                for each in targets_given
-                if not any(path.endswith(f".{each}") for path in paths)
+                target
+                for target in targets_given
+                if not any(path.endswith(f".{target}") for path in paths)
             ]
             if unsupported or idle or not paths:  # not plain linear, or ignored by peft
                 wrong = ", ".join(unsupported[:4] or idle) or "none was found"
@@ -238,11 +238,11 @@ class AdaptedModel:
             self.remove(name)
             raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
         self.configs[name] = config
-        self._take_stock()
+        self._update_layers()
         for layer in self.layers.values():
             layer.switch = self.switch
 
-    def _take_stock(self) -> None:
+    def _update_layers(self) -> None:
         """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
         vars(self.base).pop("peft_config", None)
         modules = self._adapted_modules()
@@ -256,9 +256,9 @@ class AdaptedModel:
         ]
 
     @contextlib.contextmanager
-    def _others_as_they_are(self) -> Generator[None]:
+    def _keeping_other_adapters(self) -> Generator[None]:
         """Keep the other adapters trainable or not, as their owners chose; peft would train only one. The base stays frozen."""
-        owned = [parameter2 for name in self.configs for parameter2 in self.parameters(name).values()]
+        owned = [parameter for name in self.configs for parameter in self.parameters(name).values()]
         trained = [parameter for parameter in owned if parameter.requires_grad]
         try:
             yield
@@ -340,12 +340,12 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     return read_tensors(folder / WEIGHTS)
 
 
-def copy_exactly(owned: Mapping[str, Tensor], stored: Mapping[str, Tensor], origin: str) -> None:
-    """Copy `given` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
-    refuse_mismatch(shapes_of(owned), shapes_of(stored), origin)
+def copy_exactly(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin: str) -> None:
+    """Copy `loaded` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
+    refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
     with torch.no_grad():
         for key, tensor in owned.items():
-            tensor.copy_(stored[key])
+            tensor.copy_(loaded[key])
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -354,22 +354,22 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_mismatch(
-    owned: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], origin: str
+    owned: Mapping[str, tuple[int, ...]], loaded: Mapping[str, tuple[int, ...]], origin: str
 ) -> None:
-    """Raise `ModelError` that lists every name or shape in which `given` differs from `owned`."""
-    missing = sorted(set(owned) - set(stored))
-    unexpected = sorted(set(stored) - set(owned))
+    """Raise `ModelError` that lists every name or shape in which `loaded` differs from `owned`."""
+    missing = sorted(set(owned) - set(loaded))
+    unexpected = sorted(set(loaded) - set(owned))
     shapes = [
-        f"{key}: {stored[key]} instead of {owned[key]}"
-        for key in sorted(set(owned) & set(stored))
-        if owned[key] != stored[key]
+        f"{key}: {loaded[key]} instead of {owned[key]}"
+        for key in sorted(set(owned) & set(loaded))
+        if owned[key] != loaded[key]
     ]
     if missing or unexpected or shapes:
         raise ModelError(
             f"The tensors of {origin} do not match the model, so none was loaded."
-            + _listing("missing", missing)
-            + _listing("not expected", unexpected)
-            + _listing("of another shape", shapes)
+            + _name_list("missing", missing)
+            + _name_list("not expected", unexpected)
+            + _name_list("of another shape", shapes)
         )
 
 
@@ -398,7 +398,7 @@ def no_target(base: PreTrainedModel, problem: str) -> str:
     )
 
 
-def _listing(title: str, items: list[str]) -> str:
+def _name_list(title: str, items: list[str]) -> str:
     if not items:
         return ""
     more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""

@@ -190,7 +190,7 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     from groupwise.engine.models.native.weights import refusal
 
     model = hollow_model(config)
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     trained, dropout = parameters, 0.0
     if lora is not None:
         adapted = hollow_adapter(config, starting_config(config, lora))

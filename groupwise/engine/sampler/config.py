@@ -233,12 +233,12 @@ class SamplerConfig(Strict):
                 "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
                 ("engine", "url", "vllm_python"),
             )
-        given = OWN_KEYS
+        keys = OWN_KEYS
         why = "without vllm_python: only a server that the run starts is told it"
         if self.vllm_python is not None:
-            given = ("url", "served_model", "adapter_folder", "api_key_env")
+            keys = ("url", "served_model", "adapter_folder", "api_key_env")
             why = "beside vllm_python, whose server is this run's own"
-        for key in given:
+        for key in keys:
             if getattr(self, key) != SamplerConfig.model_fields[key].default:
                 yield Conflict(
                     f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")

@@ -96,9 +96,9 @@ def without_early_stops(
     """The logits, with -inf for the stop tokens of rows that have fewer than `min_tokens` tokens so far; None marks a padding row."""
     early = [
         (row, token)
-        for row, (each, length) in enumerate(zip(params, lengths, strict=True))
-        if each is not None and length < each.min_tokens
-        for token in each.stop_token_ids
+        for row, (row_params, length) in enumerate(zip(params, lengths, strict=True))
+        if row_params is not None and length < row_params.min_tokens
+        for token in row_params.stop_token_ids
         if token < logits_SV.shape[1]
     ]
     if not early:
@@ -117,13 +117,13 @@ def truncate(
     `generate`, except that tokens with equal logits are kept or excluded together. All rows are computed, in one shape, and only those
     that request the rule use the result: a row's last bits do not depend on the others.
     """
-    asked: list[Truncation | None] = [
-        (each.top_k, each.top_p, each.min_p) if each is not None and each.truncates else None
-        for each in params
+    truncations: list[Truncation | None] = [
+        (row_params.top_k, row_params.top_p, row_params.min_p) if row_params is not None and row_params.truncates else None
+        for row_params in params
     ]
     divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
-    for kind in dict.fromkeys(each for each in asked if each is not None):
-        concerned_S = torch.tensor([each == kind for each in asked], device=logits_SV.device)
+    for kind in dict.fromkeys(truncation for truncation in truncations if truncation is not None):
+        concerned_S = torch.tensor([truncation2 == kind for truncation2 in truncations], device=logits_SV.device)
         kept_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
         top_k, top_p, min_p = kind
         if top_k is not None:

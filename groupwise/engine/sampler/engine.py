@@ -135,10 +135,10 @@ class SlotEngine:
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """See `Engine.decode`."""
         device = self._decoder.device
-        places = [row.place or 0 for row in self.rows]
+        slots = [row.place or 0 for row in self.rows]
         ids, positions = [0] * self._slots, [0] * self._slots
-        for row, place, token in zip(self.rows, places, tokens, strict=True):
-            ids[place], positions[place] = token, row.position
+        for row, slot, token in zip(self.rows, slots, tokens, strict=True):
+            ids[slot], positions[slot] = token, row.position
             row.written += 1
         positions_S = torch.tensor(positions, device=device)
         self._cache.positions = positions_S
@@ -146,7 +146,7 @@ class SlotEngine:
         ids_S1 = torch.tensor(ids, device=device)[:, None]
         with self._weights.acting():
             hidden = self._decoder.hidden(ids_S1, positions_S[:, None], mask_S1K, self._cache)
-            return self._decoder.logits(hidden[:, 0])[places]
+            return self._decoder.logits(hidden[:, 0])[slots]
 
     def refresh(self) -> None:
         """See `Engine.refresh`. Nothing to do: this engine computes with the modules' own weights."""

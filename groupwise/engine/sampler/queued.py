@@ -144,8 +144,8 @@ class QueuedSampler(ABC):
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
         """The tokens drawn so far for each member of a running request; empty if there is no such request."""
-        found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
-        return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
+        running = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
+        return () if running is None else tuple(tuple(member.token_ids) for member in running.members)
 
     def _completion(self, member: Member) -> Completion:
         assert member.finish_reason is not None
@@ -196,7 +196,7 @@ class QueuedSampler(ABC):
         if ticket.done.done():
             return
         if not all(
-            math.isfinite(each) for member in ticket.members for each in member.logprobs[-1:]
+            math.isfinite(logprob) for member in ticket.members for logprob in member.logprobs[-1:]
         ):
             ticket.done.set_exception(not_finite(self._version))
         elif all(member.finish_reason is not None for member in ticket.members):
@@ -214,8 +214,8 @@ def draw_members(
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-    temperatures = [1.0 if each is None else each.temperature for each in params]
-    temperatures_N = torch.tensor([each and max(each, COLDEST) for each in temperatures])
+    temperatures = [1.0 if row_params is None else row_params.temperature for row_params in params]
+    temperatures_N = torch.tensor([temperature and max(temperature, COLDEST) for temperature in temperatures])
     logits_NV = without_early_stops(logits_NV, params, lengths)
     logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(

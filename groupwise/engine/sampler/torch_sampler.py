@@ -95,9 +95,9 @@ class TorchSampler(QueuedSampler):
 
     def _begin(self, members: list[Member]) -> None:
         """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it."""
-        new = [*dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)]
-        found = self._engine.prefill_all([ticket.request.prompt_ids for ticket in new])
-        for ticket, prompt in zip(new, found, strict=True):
+        tickets = [*dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)]
+        new_prompts = self._engine.prefill_all([ticket.request.prompt_ids for ticket in tickets])
+        for ticket, prompt in zip(tickets, new_prompts, strict=True):
             ticket.prompt = prompt
         prompts = [member.ticket.prompt for member in members]
         self._draw(members, torch.stack([each.logits_V for each in prompts if each is not None]))
@@ -111,14 +111,14 @@ class TorchSampler(QueuedSampler):
         rows = self._engine.rows
         members = [self._members[row] for row in rows]
         self._draw(members, self._engine.decode([member.token_ids[-1] for member in members]))
-        ended = [
+        finished = [
             (row, member)
             for row, member in zip(rows, members, strict=True)
             if member.finish_reason is not None
         ]
-        if ended:
-            self._finish([row for row, _ in ended])
-            for _, member in ended:
+        if finished:
+            self._finish([row for row, _ in finished])
+            for _, member in finished:
                 self._deliver(member.ticket)
 
     def _draw(self, members: list[Member], logits_NV: Tensor) -> None:

@@ -71,32 +71,32 @@ class UnslothModel(AdaptedModel):
         assert not dropout, "the config refuses it"
         with self._alone:
             previous = self.switch.active
-            self._act(name)
+            self._activate(name)
             try:
                 yield self.base
             finally:
-                self._act(previous)
+                self._activate(previous)
 
     def native(self, name: str) -> None:
         """None, because Unsloth's kernels compute this model."""
 
-    def _act(self, name: str | None) -> None:
+    def _activate(self, name: str | None) -> None:
         self.switch.active = name
         for layer in self.layers.values():
             cast("Layer", layer).act(name)
 
-    def _inject(self, name: str, config: LoraConfig) -> None:
-        """See `AdaptedModel._inject`. The first adapter replaces the one that `library.adapt` created."""
+    def _inject_adapter(self, name: str, config: LoraConfig) -> None:
+        """See `AdaptedModel._inject_adapter`. The first adapter replaces the one that `library.adapt` created."""
         self._peft.add_adapter(name, config)
         if library.FIRST in self._peft.peft_config:
             self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
             self._peft.delete_adapter(library.FIRST)
         self.configs[name] = config
-        self._take_stock()
-        self._act(self.switch.active)
+        self._update_layers()
+        self._activate(self.switch.active)
 
-    def _take_stock(self) -> None:
-        """See `AdaptedModel._take_stock`."""
+    def _update_layers(self) -> None:
+        """See `AdaptedModel._update_layers`."""
         layers = {
             path: Layer(module)
             for path, module in self.base.named_modules()

@@ -183,8 +183,8 @@ class NativeModel:
         """Queries or keys after their norm and rotation; in float32, or in the model's number format if GPU kernels compute them."""
         kernels = kernels_for(heads_NJD)
         if kernels is not None:
-            given = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
-            return kernels.turned(*given, self.dtype)
+            arguments = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
+            return kernels.turned(*arguments, self.dtype)
         x = heads_NJD.float()
         if norm_D is not None:
             x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)

@@ -87,16 +87,16 @@ class OwnCache:
         self.keys_LBKDS, self.values_LBTD = keys, values
         self.rows, self.length = rows, length
 
-    def arrange(self, places: Sequence[int], length: int) -> None:
+    def arrange(self, sources: Sequence[int], length: int) -> None:
         """Reorder rows: row i becomes the one that was at `places[i]`. The first `length` tokens of each are moved."""
-        first = next((new for new, old in enumerate(places) if new != old), None)
+        first = next((new for new, old in enumerate(sources) if new != old), None)
         if first is None:
             return
-        moved = torch.tensor(places[first:], device=self.keys_LBKDS.device)
-        each = torch.arange(self._kv_heads, device=moved.device)
-        heads = (moved[:, None] * self._kv_heads + each).flatten()
-        here = slice(first * self._kv_heads, len(places) * self._kv_heads)
+        moved = torch.tensor(sources[first:], device=self.keys_LBKDS.device)
+        head_indices = torch.arange(self._kv_heads, device=moved.device)
+        heads = (moved[:, None] * self._kv_heads + head_indices).flatten()
+        rows = slice(first * self._kv_heads, len(sources) * self._kv_heads)
         blocks = multiple(length, STRETCH) // STRETCH
         for keys_BKDS, values_BTD in zip(self.keys_LBKDS, self.values_LBTD, strict=True):
-            keys_BKDS[here, :blocks] = keys_BKDS[heads, :blocks]
-            values_BTD[here, :length] = values_BTD[heads, :length]
+            keys_BKDS[rows, :blocks] = keys_BKDS[heads, :blocks]
+            values_BTD[rows, :length] = values_BTD[heads, :length]

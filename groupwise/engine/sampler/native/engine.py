@@ -109,8 +109,8 @@ class NativeEngine:
     def _settle(self, longest: int) -> None:
         """Reorder the cache to match the order of the rows; new rows have no content yet."""
         self._own.reserve(len(self.rows), longest)
-        places = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
-        self._own.arrange(places, longest - 1)
+        sources = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
+        self._own.arrange(sources, longest - 1)
         for number, row in enumerate(self.rows):
             row.place = number
 
@@ -121,13 +121,13 @@ class CompiledAttention:
     def __init__(
         self,
         model: NativeModel,
-        own: OwnCache,
+        cache: OwnCache,
         groups: Sequence[Group],
         rotations_N1C: Tensor,
         written_N: Tensor,
     ) -> None:
         self._model = model
-        self._keys_LBKDS, self._values_LBTD = array(own.keys_LBKDS), array(own.values_LBTD)
+        self._keys_LBKDS, self._values_LBTD = array(cache.keys_LBKDS), array(cache.values_LBTD)
         self._turns_NC2 = array(torch.view_as_real(rotations_N1C[:, 0]))
         self._written_N = array(written_N)
         self._epsilon = np.float32(model.shape.epsilon)

@@ -83,8 +83,8 @@ class GraphEngine:
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `Engine.prefill_all`."""
-        found = prefill_together(self._model, texts, self._adapter, self._slots)
-        return [PagedPrompt(len(ids), *each) for ids, each in zip(texts, found, strict=True)]
+        prompts = prefill_together(self._model, texts, self._adapter, self._slots)
+        return [PagedPrompt(len(ids), *tensors) for ids, tensors in zip(texts, prompts, strict=True)]
 
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""
@@ -97,16 +97,16 @@ class GraphEngine:
                 (self._keys_LGJTD, prompt.keys_LJPD),
                 (self._values_LGJTD, prompt.values_LJPD),
             ):
-                whole = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
-                cache[:, into] = whole.unflatten(2, (count, PAGE)).transpose(1, 2)
+                padded = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
+                cache[:, into] = padded.unflatten(2, (count, PAGE)).transpose(1, 2)
         occupied = {row.place for row in self.rows}
-        place = next(n for n in range(self._slots) if n not in occupied)
-        row = Row(prompt, place=place)
+        slot = next(n for n in range(self._slots) if n not in occupied)
+        row = Row(prompt, place=slot)
         self._pages[row] = []
         pages = self._pages[prompt]
-        self._pages_here_SM[place, : len(pages)] = torch.tensor(pages)
+        self._pages_here_SM[slot, : len(pages)] = torch.tensor(pages)
         self.rows.append(row)
-        self.rows.sort(key=lambda each: each.place or 0)
+        self.rows.sort(key=lambda other: other.place or 0)
         return row
 
     def finish(self, rows: Sequence[Row]) -> None:
@@ -123,14 +123,14 @@ class GraphEngine:
         """See `Engine.decode`."""
         inputs = [[0] * self._slots for _ in range(3)]
         for row, token in zip(self.rows, tokens, strict=True):
-            place, length = row.place or 0, row.prompt.length
+            slot, length = row.place or 0, row.prompt.length
             if row.written % PAGE == 0:
                 page = self._free.pop()
                 number = len(self._pages[row.prompt]) + len(self._pages[row])
-                self._pages_here_SM[place, number] = page
+                self._pages_here_SM[slot, number] = page
                 self._pages[row].append(page)
-            for each, value in zip(inputs, (token, row.position, length), strict=True):
-                each[place] = value
+            for values, value in zip(inputs, (token, row.position, length), strict=True):
+                values[slot] = value
             row.written += 1
         self._inputs_3S.copy_(torch.tensor(inputs))
         self._pages_SM.copy_(self._pages_here_SM)
@@ -169,7 +169,7 @@ class GraphEngine:
         ids_S, positions_S, prompts_S = self._inputs_3S
         rotations_S1C = model.rotations(positions_S)
         kernels = kernels_for(self._keys_LGJTD)
-        places: tuple[Tensor, ...] = () if kernels is not None else self._places()
+        indices: tuple[Tensor, ...] = () if kernels is not None else self._places()
 
         def attend(number: int, qkv_SO: Tensor) -> Tensor:
             layer, (keys, values) = model.layers[number], self._cache(number)
@@ -179,7 +179,7 @@ class GraphEngine:
                     qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon,
                 )  # fmt: skip
             return self._plain_attention(
-                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *places
+                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *indices
             )
 
         residual_SH = residual_after_layers(
@@ -212,10 +212,10 @@ class GraphEngine:
         seen_SC: Tensor,
     ) -> Tensor:
         """The same as `triton_kernels.cached_attention`, by torch operations that first copy the pages of all rows."""
-        queries_SHD, *both = heads
+        queries_SHD, *keys_values = heads
         dtype = keys_GJTD.dtype
         copies: list[Tensor] = []
-        for cache_GJTD, new_SJD in zip((keys_GJTD, values_GJTD), both, strict=True):
+        for cache_GJTD, new_SJD in zip((keys_GJTD, values_GJTD), keys_values, strict=True):
             cache_GJTD[page_S, :, cell_S] = new_SJD.to(dtype)
             pages_XJTD = cache_GJTD.index_select(0, self._pages_SM.flatten())
             rows_SMJTD = pages_XJTD.unflatten(0, self._pages_SM.shape)

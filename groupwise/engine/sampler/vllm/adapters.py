@@ -79,27 +79,27 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
     entries: object = read_json(body).get("data")
     if not isinstance(entries, list):
         raise EndpointError(f"answered no list of models, but {excerpt(body)}")
-    found: dict[str, ListedModel] = {}
+    models: dict[str, ListedModel] = {}
     for entry in cast("list[Any]", entries):
         fields = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}
         name, root, longest = (fields.get(key) for key in ("id", "root", "max_model_len"))
         if isinstance(name, str):
-            found[name] = ListedModel(
+            models[name] = ListedModel(
                 root if isinstance(root, str) else None, longest if type(longest) is int else None
             )
-    return found
+    return models
 
 
 async def make_served(
-    server: Server, name: str, folder: str, there: Mapping[str, ListedModel]
+    server: Server, name: str, folder: str, models: Mapping[str, ListedModel]
 ) -> None:
     """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `there`: the server's list."""
-    if name in there and there[name].root != folder:
+    if name in models and models[name].root != folder:
         await unload(server, name)
-    if name not in there or there[name].root != folder:
+    if name not in models or models[name].root != folder:
         await _load(server, name, folder)
     mine = folder.rpartition("/")[0]
-    for other, entry in there.items():
+    for other, entry in models.items():
         if other != name and entry.root is not None and entry.root.rpartition("/")[0] == mine:
             await unload(server, other)
 

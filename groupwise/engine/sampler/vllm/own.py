@@ -49,7 +49,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 def largest_rank(rank: int) -> int:
     """The --max-lora-rank to set for adapters of this rank."""
-    return next((each for each in RANKS if each >= rank), rank)
+    return next((supported for supported in RANKS if supported >= rank), rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +193,9 @@ class OwnServer:
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         python = str(Path(self._wanted.python).expanduser())
         words = [sys.executable, "-I", "-S", "-c", PARENT_ENDS, str(os.getpid())]
-        given = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        environment = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         if self._wanted.gpus is not None:
-            given["CUDA_VISIBLE_DEVICES"] = ",".join(self._wanted.gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._wanted.gpus)
         of_this_python = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
         inherited = {key: value for key, value in os.environ.items() if key not in of_this_python}
         return subprocess.Popen(
@@ -203,7 +203,7 @@ class OwnServer:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**inherited, **given},
+            env={**inherited, **environment},
             start_new_session=True,
         )
 
@@ -214,25 +214,25 @@ def gpus_beside(
     """GPUs for a server that the learners on the first of `count` do not use; None without GPUs. Raises UsageError if too few."""
     if count == 0:
         return None
-    visible = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    there = [each for each in visible if each] or [str(number) for number in range(count)]
-    if len(there) >= learners + parallel:
-        return tuple(there[learners : learners + parallel])
+    visible = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    gpus = [each for each in visible if each] or [str(number) for number in range(count)]
+    if len(gpus) >= learners + parallel:
+        return tuple(gpus[learners : learners + parallel])
     if learners > 1:
         raise UsageError(
             f"{learners} learners of this machine and sampler.tensor_parallel_size {parallel} need {learners + parallel} GPUs, and there "
-            f"are {len(there)}. Lower distributed.learners, or add GPUs."
+            f"are {len(gpus)}. Lower distributed.learners, or add GPUs."
         )
     if parallel > 1:
         raise UsageError(
-            f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(there) - 1}. Lower it."
+            f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(gpus) - 1}. Lower it."
         )
     if memory > 0.6:
         raise UsageError(
             f"sampler.gpu_memory_utilization is {memory:g}, but there is one GPU, on which the run learns, too. Set it to 0.5 or less, or "
             "add a GPU."
         )
-    return tuple(there)
+    return tuple(gpus)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

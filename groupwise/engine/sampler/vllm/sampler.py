@@ -128,14 +128,14 @@ class VllmSampler:
                 f"{policy.path} holds all weights of a model, but the servers of sampler.url take adapters alone. Train an adapter (lora), "
                 "or leave sampler.engine out."
             )
-        before, self._served = self._served, None
+        previous, self._served = self._served, None
         self._witness.read(policy.path)
         refuse_other_weights(policy, self._witness.fingerprint())
         folder = policy.path if self._shared is None else self._shared.put(policy)
         name = adapter_name(policy)
         await self._serve(Served(name, policy.version, policy.fingerprint, folder, policy))
-        if before is not None and before.name != name:
-            self._forget(before)
+        if previous is not None and previous.name != name:
+            self._forget(previous)
 
     async def serve_base(self) -> None:
         """Serve the base without adapter."""
@@ -198,11 +198,11 @@ class VllmSampler:
 
     async def _prepare(self, server: Server, served: Served) -> None:
         """Load the adapter into a server, and compare the server's log-probabilities with those of the weights here."""
-        there = await list_models(server)
-        base = there.get(self._base)
+        models = await list_models(server)
+        base = models.get(self._base)
         if base is None:
             raise UsageError(
-                f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(there)) or 'none'}. Set sampler.served_model "
+                f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(models)) or 'none'}. Set sampler.served_model "
                 "to the name of the base there, or start vLLM with that --served-model-name."
             )
         if base.longest is not None and base.longest < self._key_length:
@@ -211,17 +211,17 @@ class VllmSampler:
                 f"with --max-model-len {self._key_length}, or lower data.max_prompt_length or sampler.max_completion_length."
             )
         if served.folder is not None:
-            await make_served(server, served.name, served.folder, there)
+            await make_served(server, served.name, served.folder, models)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         completions = await gather_all(
             self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
             for prompt in prompts
         )
-        answers = list(zip(prompts, (each.token_ids for each in completions), strict=True))
-        found = [value for each in completions for value in each.logprobs]
+        answers = list(zip(prompts, (completion.token_ids for completion in completions), strict=True))
+        logprobs = [value for completion2 in completions for value in completion2.logprobs]
         # Computed by the learner's model, which has the same base.
-        here = self._logprobs_here(answers, adapter=served.folder is not None)
-        probe.judge(server.url, served.name, found, here.pop(""), here, self._tolerance)
+        expected = self._logprobs_here(answers, adapter=served.folder is not None)
+        probe.judge(server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance)
         server.ready = served.name
 
     def _logprobs_here(

@@ -121,7 +121,7 @@ class Servers:
             server = await self._least_loaded(until, last)
             server.load += 1
             try:
-                found = await work(server)
+                result = await work(server)
             except EndpointError as error:
                 if not error.may_pass:
                     raise
@@ -131,7 +131,7 @@ class Servers:
                     raise self._given_up(last) from None
             else:
                 server.note_answer()
-                return found
+                return result
             finally:
                 server.load -= 1
 

@@ -128,8 +128,8 @@ def read_completion(
 def _tokens(
     choice: Mapping[str, Any], answer: bytes, vocabulary: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    given: object = choice.get("logprobs")
-    logprobs = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
+    content: object = choice.get("logprobs")
+    logprobs = cast("Mapping[str, Any]", content) if isinstance(content, Mapping) else {}
     ids: object = choice.get("token_ids")
     if ids is None:
         ids = [_id_in(token) for token in _list(logprobs.get("tokens"))] or None
@@ -139,15 +139,15 @@ def _tokens(
         raise EndpointError(
             f"answered without {lacking}, of which training is made. vLLM gives both from 0.10.2 on: {excerpt(answer)}"
         )
-    found, numbers = cast("list[Any]", ids), cast("list[Any]", values)
-    if len(found) != len(numbers):
-        raise EndpointError(f"answered {len(numbers)} log-probabilities for {len(found)} tokens")
-    for token in found:
+    token_ids, numbers = cast("list[Any]", ids), cast("list[Any]", values)
+    if len(token_ids) != len(numbers):
+        raise EndpointError(f"answered {len(numbers)} log-probabilities for {len(token_ids)} tokens")
+    for token in token_ids:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise EndpointError(
                 f"drew the token {token!r}, but those of the model are 0 to {vocabulary - 1}: it serves another model"
             )
-    return tuple(found), tuple(_check_logprob(number) for number in numbers)
+    return tuple(token_ids), tuple(_check_logprob(number) for number in numbers)
 
 
 def _id_in(token: object) -> int | None:
@@ -179,7 +179,7 @@ def _find_end(
 ) -> Drawn:
     """Cut the completion at its end by this project's rules. vLLM accepts stop texts only after `min_tokens`; here they may end with the
     last of these tokens."""
-    early = next((place for place, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
+    early = next((index for index, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
     if early is not None:
         raise EndpointError(
             f"went on after the stop token {ids[early]}, the {early + 1}. of {len(ids)} tokens"

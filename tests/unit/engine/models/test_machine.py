@@ -50,13 +50,13 @@ def test_a_gpu_needs_a_driver_and_torch_built_for_it(cuda, driver, device, tmp_p
     (tmp_path / driver).touch()
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
-    monkeypatch.setattr(machine, "_build", lambda: SimpleNamespace(cuda=cuda, hip=None))
+    monkeypatch.setattr(machine, "_torch_version_module", lambda: SimpleNamespace(cuda=cuda, hip=None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert machine.choose_device() == device
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch):
-    machine._build.cache_clear()
+    machine._torch_version_module.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"groupwise\[train\]"):
         machine.torch_version()
