@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.vllm.own import OwnServer
+    from groupwise.engine.sampler.vllm.own import SpawnedServer
     from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
@@ -400,7 +400,7 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
 def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
     from groupwise.api.openai_client.waiting import Timing
-    from groupwise.engine.sampler.vllm.adapters import Shared
+    from groupwise.engine.sampler.vllm.adapters import SharedFolder
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
 
@@ -430,7 +430,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
     shared = None
     if sampler_config.adapter_folder is not None:
         here = Path(sampler_config.adapter_folder).expanduser().resolve()
-        shared = Shared(here, (sampler_config.adapter_folder_there or str(here)).rstrip("/"))
+        shared = SharedFolder(here, (sampler_config.adapter_folder_there or str(here)).rstrip("/"))
     return VllmSampler(
         Servers(servers, sampler_config.patience, timing),
         witness,
@@ -442,7 +442,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
     )
 
 
-def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
+def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
     """The vLLM server, not started yet; `rank` is the adapters' LoRA rank. Raises UsageError if there are too few GPUs."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
@@ -459,7 +459,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
             f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to "
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
-    return own.OwnServer(
+    return own.SpawnedServer(
         own.ServerSpec(
             python=sampler_config.vllm_python,
             location=resolved.location,

@@ -40,7 +40,7 @@ MAX_CHARACTERS_IN_MESSAGE = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class MaskedRow:
     """A token sequence; the mask is 1 for tokens that are trained."""
 
     ids: tuple[int, ...]
@@ -58,7 +58,7 @@ def assistant_turns(chat: Chat) -> list[int]:
 
 def mask_turns(
     tokenizer: Any, chat: Chat, turns: Sequence[int], prefills: Mapping[int, str] | None = None
-) -> list[Masked]:
+) -> list[MaskedRow]:
     """The conversation up to the last of these turns, in as few rows as its template allows, with the turns trained.
 
     `prefills` maps a turn to its first words if its prompt contains them.
@@ -67,7 +67,7 @@ def mask_turns(
     the assistant's words. Raises `Refused` if it is the only turn or the template refuses the messages, and `TaskError` if no mask can be
     right.
     """
-    rows: list[Masked] = []
+    rows: list[MaskedRow] = []
     marked = MARKS.search(template_of(tokenizer, chat))
     for turn in turns if marked else [turn for turn in turns if turn] or turns:
         prefill = (prefills or {}).get(turn)
@@ -81,24 +81,24 @@ def mask_turns(
             rest = (0,) * (len(row.ids) - len(shorter.ids))
             mask = tuple(max(pair) for pair in zip(shorter.mask + rest, row.mask, strict=True))
             ends, stretches = shorter.ends + row.ends, shorter.stretches + row.stretches
-            row = Masked(row.ids, mask, ends, stretches)
+            row = MaskedRow(row.ids, mask, ends, stretches)
         rows.append(row)
     return rows
 
 
-def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
+def mask_whole_chat(tokenizer: Any, chat: Chat) -> MaskedRow:
     """The whole conversation, with every token trained."""
     ids = text_ids(tokenizer, _render_turns(tokenizer, chat, len(chat.messages), ask=False))
-    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
+    return MaskedRow(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
-def mask_text(tokenizer: Any, text: str) -> Masked:
+def mask_text(tokenizer: Any, text: str) -> MaskedRow:
     """A text with its end token, with every token trained."""
     ids = prompt_ids(tokenizer, _with_end_token(tokenizer, text))
-    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
+    return MaskedRow(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
-def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool) -> Masked:
+def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool) -> MaskedRow:
     """A completion and its end token after a prompt, both text; `train_prompt` trains the prompt too."""
     prompt_tokens = prompt_ids(tokenizer, prompt)
     completion_tokens = _tokens_after(
@@ -108,10 +108,10 @@ def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_promp
         _with_end_token(tokenizer, prompt + completion),
     )
     mask = (int(train_prompt),) * len(prompt_tokens) + (1,) * len(completion_tokens)
-    return Masked(prompt_tokens + completion_tokens, mask, ends=_count_end(tokenizer, completion_tokens))
+    return MaskedRow(prompt_tokens + completion_tokens, mask, ends=_count_end(tokenizer, completion_tokens))
 
 
-def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     """The conversation up to one assistant turn, with only that turn trained."""
     if MARKS.search(template_of(tokenizer, chat)):
         return _marked_turn(tokenizer, chat, turn)
@@ -145,10 +145,10 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     closed = turn_text if stripped == full_text else _tokens_after(tokenizer, asked_text, opening, stripped)
     end = len(closed) if turn_text[: len(closed)] == closed else len(turn_text)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(turn_text) - end)
-    return Masked(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
+    return MaskedRow(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
 
 
-def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked:
+def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> MaskedRow:
     """The conversation up to one assistant turn. The turn is trained after its first words, including the template's end of a turn."""
     messages = [*chat.messages[:turn], {"role": "assistant", "content": prefill}]
     asked_text = prompt_text(tokenizer, replace(chat, messages=messages))
@@ -165,12 +165,12 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
     full_text = asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
     opening = text_ids(tokenizer, asked_text)
     tail = _tokens_after(tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text))
-    return Masked(
+    return MaskedRow(
         opening + tail, (0,) * len(opening) + (1,) * len(tail), _count_end(tokenizer, tail)
     )
 
 
-def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     """The turn as the template marks it. Marks of earlier turns are ignored: those turns have their own rows, or are merged later."""
     messages = list(chat.messages[: turn + 1])
     if break_control_tokens(tokenizer, messages) != messages:
@@ -195,7 +195,7 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
             "one as model.chat_template."
         )
     last = max(index for index, mark in enumerate(mask) if mark)
-    return Masked(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
+    return MaskedRow(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
 
 
 def _render_turns(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:

@@ -35,7 +35,7 @@ ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ExportResult:
     """Result of an export."""
 
     dtype: str
@@ -51,7 +51,7 @@ def write_merged(
     dtype: ExportDtype = "auto",
     *,
     keeping: float = 0.0,
-) -> Written:
+) -> ExportResult:
     """Write the merged model into a folder. If its number format would keep less than the share `keeping` of the change, use float32.
 
     Raises `ModelError` if the adapter does not match this base, or is not plain LoRA; OSError if the files cannot be written.
@@ -68,7 +68,7 @@ def write_merged(
     return replace(_write_model(base, format, into), kept=tensors)
 
 
-def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
+def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> ExportResult:
     """Write a model whose weights were all trained, in the requested number format; see `write_merged`."""
     config = ModelConfig(name=str(weights))
     return _write_model(load_model(config, "float32"), _export_dtype(read_model_config(config), dtype), into)
@@ -122,10 +122,10 @@ def _export_dtype(stored: Any, dtype: ExportDtype) -> torch.dtype:
     return getattr(stored, "dtype", None) or torch.float32
 
 
-def _write_model(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> Written:
+def _write_model(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> ExportResult:
     cast("nn.Module", model).to(dtype)
     cast("Any", model.config).dtype = dtype
     model.config._name_or_path = ""  # it may be a path on this machine
     with disk_errors(into), quiet():
         model.save_pretrained(into)
-    return Written(str(dtype).removeprefix("torch."))
+    return ExportResult(str(dtype).removeprefix("torch."))

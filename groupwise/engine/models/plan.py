@@ -103,7 +103,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
 
 def vocabulary(config: ModelConfig) -> int:
     """Number of token ids with an embedding; ids are 0 to this number less one."""
-    return _sizes(config).vocabulary
+    return _sizes_of_config(config).vocabulary
 
 
 def plan_model(
@@ -163,7 +163,7 @@ def largest_microbatch(budget: int, longest: int, everything: int) -> int:
 
 def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
     """Bytes of the keys and values of `tokens` tokens in all layers, as a sampler caches them on a GPU."""
-    return slot_cache(_sizes(config), bytes_of(dtype), tokens)
+    return slot_cache(_sizes_of_config(config), bytes_of(dtype), tokens)
 
 
 def all_parameters(config: ModelConfig) -> int:
@@ -195,7 +195,7 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     if lora is not None:
         adapted = hollow_adapter(config, starting_config(config, lora))
         model, dropout = adapted.base, adapted.config.lora_dropout
-        trained = sum(each.numel() for each in adapted.parameters("hollow").values())
+        trained = sum(parameter.numel() for parameter in adapted.parameters("hollow").values())
     head = model.get_output_embeddings()
     linear = sum(
         module.weight.numel()
@@ -214,7 +214,7 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     )
 
 
-def _sizes(config: ModelConfig) -> Sizes:
+def _sizes_of_config(config: ModelConfig) -> Sizes:
     shapes = read_decoder(config)
     return sizes_of(_text_config(config)) if shapes is None else shapes.sizes
 

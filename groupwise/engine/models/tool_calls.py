@@ -36,8 +36,8 @@ def written_calls(
         for message in messages
         for call in message.get("tool_calls") or ()
     ]
-    taken = (_with_object(value).get("arguments") for value in functions)
-    objects = [message2 for message2 in taken if isinstance(message2, dict)]
+    taken = (_with_object(function).get("arguments") for function in functions)
+    objects = [value for value in taken if isinstance(value, dict)]
     of_absent = _BLOCKS.sub(
         lambda block: _IS_NONE.sub(r"| default(none) \1none", block[0]), template
     )
@@ -50,7 +50,7 @@ def written_calls(
         if as_json is None:
             if ways:
                 break
-            candidate, probe = ([_as_text(value2) for value2 in group] for group in (candidate, probe))
+            candidate, probe = ([_calls_as_text(message) for message in group] for group in (candidate, probe))
         try:
             rendered = tokenizer.apply_chat_template(
                 probe, **{**arguments, "chat_template": text}, tokenize=False
@@ -60,9 +60,9 @@ def written_calls(
         except Exception as error:  # noqa: BLE001 - a template may raise anything; reported if no form works
             problems.append(error)
             continue
-        write = _json if as_json else str
+        write = _dump_json if as_json else str
         if as_json is None or as_json == any(
-            _json(each) != str(each) and write(each) in rendered for each in objects
+            _dump_json(value) != str(value) and write(value) in rendered for value in objects
         ):
             return candidate, text
         ways.append((candidate, text))
@@ -71,14 +71,14 @@ def written_calls(
     return ways[0]
 
 
-def _as_text(message: Message) -> Message:
+def _calls_as_text(message: Message) -> Message:
     """The message with its calls written as text in its content."""
     calls = message.get("tool_calls")
     if not calls:
         return message
     functions = [call.get("function", call) for call in calls]
     calls_text = [
-        f"<tool_call>\n{_json({'name': function['name'], 'arguments': function.get('arguments', {})})}\n</tool_call>"
+        f"<tool_call>\n{_dump_json({'name': function['name'], 'arguments': function.get('arguments', {})})}\n</tool_call>"
         for function in functions
     ]
     content = "\n".join(filter(None, [message.get("content"), *calls_text]))
@@ -115,8 +115,8 @@ def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_json_text(function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function.get("arguments"), dict):
         return function
-    return {**function, "arguments": _json(function["arguments"])}
+    return {**function, "arguments": _dump_json(function["arguments"])}
 
 
-def _json(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

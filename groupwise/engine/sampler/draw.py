@@ -59,14 +59,14 @@ def draw_tokens(
         1, (-1, BLOCK)
     )
     sums_SK = weights_SKB.sum(-1)
-    tokens_S = _search(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1])
+    tokens_S = _search_tokens(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1])
     if some_greedy:
         tokens_S = torch.where(greedy_S, scaled_SV.argmax(-1), tokens_S)
     chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
 
 
-def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:
+def _search_tokens(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
     # Rounding may raise a target to its total, beyond the last token that has weight: stay just below.
     targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
@@ -123,11 +123,11 @@ def truncate(
     ]
     divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
     for kind in dict.fromkeys(truncation for truncation in truncations if truncation is not None):
-        concerned_S = torch.tensor([truncation2 == kind for truncation2 in truncations], device=logits_SV.device)
+        concerned_S = torch.tensor([truncation == kind for truncation in truncations], device=logits_SV.device)
         kept_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
         top_k, top_p, min_p = kind
         if top_k is not None:
-            floor_S1 = _best(kept_SV, top_k)[:, -1:]
+            floor_S1 = _top_logits(kept_SV, top_k)[:, -1:]
             kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
         if top_p is not None:
             floor_S1 = _nucleus(kept_SV, top_p, concerned_S)
@@ -148,7 +148,7 @@ def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
     totals_S1 = scaled_SV.logsumexp(-1, keepdim=True)
     count = FIRST_SORTED
     while True:
-        best_SN = _best(scaled_SV, count)
+        best_SN = _top_logits(scaled_SV, count)
         chances_SN = (best_SN - totals_S1).exp()
         inside_SN = chances_SN.cumsum(-1) - chances_SN < top_p
         inside_SN[:, 0] = True
@@ -157,6 +157,6 @@ def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
         count *= 16
 
 
-def _best(scaled_SV: Tensor, count: int) -> Tensor:
+def _top_logits(scaled_SV: Tensor, count: int) -> Tensor:
     """The largest logits of each row in descending order; all of them if there are fewer than `count`."""
     return scaled_SV.topk(min(count, scaled_SV.shape[1])).values

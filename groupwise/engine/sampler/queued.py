@@ -83,15 +83,15 @@ class QueuedSampler(ABC):
         self._fingerprint = fingerprint(weights.tensors())
 
     @abstractmethod
-    async def _serve(self) -> None:
+    async def _draw_waiting(self) -> None:
         """Draw until no caller waits for a group; yield to the event loop in between."""
 
     @abstractmethod
-    def _on_their_way(self) -> Sequence[Member]:
+    def _in_progress(self) -> Sequence[Member]:
         """Members that have started and not finished."""
 
     @abstractmethod
-    def _forget(self, ticket: Ticket) -> None:
+    def _drop_group(self, ticket: Ticket) -> None:
         """Called when the caller of a group no longer waits for it: remove its rows."""
 
     @abstractmethod
@@ -112,21 +112,21 @@ class QueuedSampler(ABC):
         self._waiting.extend(ticket.members)
         self._tickets.append(ticket)
         if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+            self._driver = asyncio.create_task(self._run_driver())
         try:
             await ticket.done
         except (asyncio.CancelledError, NonFiniteError):  # only this group ends
-            self._waiting = deque(each for each in self._waiting if each.ticket is not ticket)
-            self._forget(ticket)
+            self._waiting = deque(member for member in self._waiting if member.ticket is not ticket)
+            self._drop_group(ticket)
             raise
         finally:
             self._tickets.remove(ticket)
             ticket.prompt = None  # ticket and members form a cycle, which would keep the prompt's keys until garbage collection
-        return tuple(self._completion(member) for member in ticket.members)
+        return tuple(self._make_completion(member) for member in ticket.members)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""
-        if self._waiting or self._on_their_way():
+        if self._waiting or self._in_progress():
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
@@ -144,10 +144,10 @@ class QueuedSampler(ABC):
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
         """The tokens drawn so far for each member of a running request; empty if there is no such request."""
-        running = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
-        return () if running is None else tuple(tuple(member.token_ids) for member in running.members)
+        ticket = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
+        return () if ticket is None else tuple(tuple(member.token_ids) for member in ticket.members)
 
-    def _completion(self, member: Member) -> Completion:
+    def _make_completion(self, member: Member) -> Completion:
         assert member.finish_reason is not None
         return Completion(
             token_ids=tuple(member.token_ids),
@@ -158,10 +158,10 @@ class QueuedSampler(ABC):
             fingerprint=self._fingerprint,
         )
 
-    async def _drive(self) -> None:
+    async def _run_driver(self) -> None:
         """Serve; pass an error on to all callers that wait for their groups."""
         try:
-            await self._serve()
+            await self._draw_waiting()
         except Exception as error:  # noqa: BLE001 — the callers receive any error
             if isinstance(error, GroupwiseError):
                 reason = error
@@ -169,7 +169,7 @@ class QueuedSampler(ABC):
                 reason = out_of_memory(error, "sampling")
             else:
                 reason = RunError(f"Sampling failed: {error!r}")
-            members = (*self._waiting, *self._on_their_way())
+            members = (*self._waiting, *self._in_progress())
             tickets = {id(member.ticket): member.ticket for member in members}
             self._waiting.clear()
             self._reset()
@@ -177,21 +177,21 @@ class QueuedSampler(ABC):
                 if not ticket.done.done():
                     ticket.done.set_exception(reason)
 
-    def _append(self, member: Member, token: int, logprob: float) -> None:
+    def _append_token(self, member: Member, token: int, logprob: float) -> None:
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         params = member.ticket.request.params
         if not math.isfinite(logprob):
-            member.finish_reason = "stop"  # its group fails, see `_deliver`
-        elif token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._text):
+            member.finish_reason = "stop"  # its group fails, see `_deliver_if_finished`
+        elif token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._decode_text):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
 
-    def _text(self, token_ids: Sequence[int]) -> str:
+    def _decode_text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _deliver(self, ticket: Ticket) -> None:
+    def _deliver_if_finished(self, ticket: Ticket) -> None:
         """Complete a group's future if the group is finished, or fail it if a member's logits are not finite."""
         if ticket.done.done():
             return

@@ -41,8 +41,8 @@ def ends_with_stop(
     matches = [text for text in params.stop if text in tail]
     if not matches or not params.min_tokens:
         return bool(matches)
-    text_before = text_of(token_ids[-reach:-1]).rstrip(INCOMPLETE)
-    return any(tail.rfind(text) + len(text) > len(text_before) for text in matches)
+    earlier_text = text_of(token_ids[-reach:-1]).rstrip(INCOMPLETE)
+    return any(tail.rfind(text) + len(text) > len(earlier_text) for text in matches)
 
 
 def refuse_misfit(request: GroupRequest, key_length: int) -> None:

@@ -46,8 +46,8 @@ class UnslothSampler(QueuedSampler):
         most = getattr(weights.model.config, "max_position_embeddings", None)
         self._room = min(layout.key_length, most or layout.key_length)
 
-    async def _serve(self) -> None:
-        """See `QueuedSampler._serve`."""
+    async def _draw_waiting(self) -> None:
+        """See `QueuedSampler._draw_waiting`."""
         while self._waiting:
             # Take waiting members in order while `generate` has room for the longest prompt with the longest completion.
             longest = most = 0
@@ -59,16 +59,16 @@ class UnslothSampler(QueuedSampler):
                     break
                 self._batch.append(self._waiting.popleft())
             try:
-                await asyncio.to_thread(self._generate)
+                await asyncio.to_thread(self._generate_batch)
             except asyncio.CancelledError:
                 self._ending = True  # the thread ends after its next token
                 raise
             tickets = {id(member.ticket): member.ticket for member in self._batch}
             self._reset()
             for ticket in tickets.values():
-                self._deliver(ticket)
+                self._deliver_if_finished(ticket)
 
-    def _generate(self) -> None:
+    def _generate_batch(self) -> None:
         """Complete the batch in one `generate`; the prompts [B, P] are padded on the left, so that their ends are aligned."""
         model: Any = self._weights.model
         prompts = [member.ticket.request.prompt_ids for member in self._batch]
@@ -84,8 +84,8 @@ class UnslothSampler(QueuedSampler):
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
-                logits_processor=LogitsProcessorList([_Drawing(self)]),
-                stopping_criteria=StoppingCriteriaList([_Ended(self)]),
+                logits_processor=LogitsProcessorList([_TokenDrawer(self)]),
+                stopping_criteria=StoppingCriteriaList([_AllEnded(self)]),
             )
 
     def draw(self, logits_BV: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class UnslothSampler(QueuedSampler):
             members = [self._batch[index] for index in unfinished]
             tokens, logprobs = draw_members(members, logits_BV[unfinished])
             for member, token, logprob in zip(members, tokens, logprobs, strict=True):
-                self._append(member, token, logprob)
+                self._append_token(member, token, logprob)
             tokens_B[unfinished] = torch.tensor(tokens, device=logits_BV.device)
         return tokens_B
 
@@ -107,12 +107,12 @@ class UnslothSampler(QueuedSampler):
     def _is_over(self, member: Member) -> bool:
         return self._ending or member.finish_reason is not None or id(member.ticket) in self._left
 
-    def _on_their_way(self) -> Sequence[Member]:
-        """See `QueuedSampler._on_their_way`."""
+    def _in_progress(self) -> Sequence[Member]:
+        """See `QueuedSampler._in_progress`."""
         return self._batch
 
-    def _forget(self, ticket: Ticket) -> None:
-        """See `QueuedSampler._forget`."""
+    def _drop_group(self, ticket: Ticket) -> None:
+        """See `QueuedSampler._drop_group`."""
         self._left.add(id(ticket))
 
     def _reset(self) -> None:
@@ -124,7 +124,7 @@ class UnslothSampler(QueuedSampler):
         """See `QueuedSampler._refresh`. Nothing to do: the modules hold the weights themselves."""
 
 
-class _Drawing(LogitsProcessor):
+class _TokenDrawer(LogitsProcessor):
     """Leaves only the drawn token in the logits [B, V]."""
 
     def __init__(self, sampler: UnslothSampler) -> None:
@@ -135,7 +135,7 @@ class _Drawing(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
 
 
-class _Ended(StoppingCriteria):
+class _AllEnded(StoppingCriteria):
     """Reports the rows that have ended."""
 
     def __init__(self, sampler: UnslothSampler) -> None:

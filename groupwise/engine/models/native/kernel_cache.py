@@ -74,7 +74,7 @@ class KernelFiles:
     def load(self, key: Any) -> Any:
         """The function saved under this key; None if none is, or it is damaged."""
         try:
-            stored = self._path(key).read_bytes()
+            stored = self._kernel_path(key).read_bytes()
         except OSError:
             return None
         digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
@@ -88,7 +88,7 @@ class KernelFiles:
             if self._sources not in other.name:
                 other.unlink(missing_ok=True)
         content = dumps(value)
-        path = self._path(key)
+        path = self._kernel_path(key)
         building = building_path(path)
         try:
             building.write_bytes(sha256(content).digest() + content)
@@ -96,7 +96,7 @@ class KernelFiles:
         finally:
             building.unlink(missing_ok=True)
 
-    def _path(self, key: Any) -> Path:
+    def _kernel_path(self, key: Any) -> Path:
         versions = numba.__version__, llvmlite.__version__
         kind = sha256(repr((versions, key)).encode()).hexdigest()[:16]
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"

@@ -36,12 +36,12 @@ ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
 # Numbers
 
 
-def _number(stored: Any) -> Any:
+def _to_float32(stored: Any) -> Any:
     """Convert a stored number to float32."""
     raise NotImplementedError  # numba compiles one of the two overloads below
 
 
-@overload(_number)
+@overload(_to_float32)
 def _number_of(stored: Any) -> Callable[[Any], Any]:
     def upper_half(stored: Any) -> Any:
         return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
@@ -95,7 +95,7 @@ _prefetch: Any = intrinsic(_typed_prefetch)
 
 
 @kernel(ROUNDING_KEPT)
-def _fetch(address: Any, size: Any) -> None:
+def _prefetch_range(address: Any, size: Any) -> None:
     """Start to fetch `size` bytes into the cache."""
     for line_address in range(address, address + size, CACHE_LINE):
         _prefetch(line_address)
@@ -171,10 +171,10 @@ def norm_gradient(
             dy_H, into_H = dy_NH[n], into_NH[n]
             along = np.float32(0.0)
             for h in range(size):
-                along += _number(dy_H[h]) * weight_H[h] * x_H[h]
+                along += _to_float32(dy_H[h]) * weight_H[h] * x_H[h]
             share = scale * scale * scale * along / np.float32(size)
             for h in range(size):
-                into_H[h] += scale * _number(dy_H[h]) * weight_H[h] - share * x_H[h]
+                into_H[h] += scale * _to_float32(dy_H[h]) * weight_H[h] - share * x_H[h]
 
 
 @kernel(ROUNDING_KEPT, cached=True)
@@ -184,8 +184,8 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
     for n in range(rows):
         gate_F, up_F, into_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:], into_NF[n]
         for f in range(size):
-            gate = _number(gate_F[f])
-            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _number(up_F[f]))
+            gate = _to_float32(gate_F[f])
+            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _to_float32(up_F[f]))
 
 
 @kernel(ROUNDING_KEPT, cached=True)
@@ -200,7 +200,7 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
         dgate_F, dup_F = into_N2F[n, :size], into_N2F[n, size:]
         dy_F, y_F = dy_NF[n], y_NF[n]
         for f in range(size):
-            gate, up, dy = _number(gate_F[f]), _number(up_F[f]), _number(dy_F[f])
+            gate, up, dy = _to_float32(gate_F[f]), _to_float32(up_F[f]), _to_float32(dy_F[f])
             one = np.float32(1.0)
             logistic = one / (one + _exp(-gate))
             active = gate * logistic
@@ -213,7 +213,7 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
 
 
 @kernel(ANY_ORDER)
-def _head(
+def _compute_head(
     stored_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
 ) -> None:
     """Compute one head of a query or key: its norm if the model has one, then the rotation to its position, then the scale."""
@@ -222,10 +222,10 @@ def _head(
     if norm_D.shape[0]:
         squares = np.float32(0.0)
         for d in range(size):
-            squares += _number(stored_D[d]) * _number(stored_D[d])
+            squares += _to_float32(stored_D[d]) * _to_float32(stored_D[d])
         factor = _inverse_root(squares / np.float32(size) + epsilon)
     for c in range(size // 2):
-        x, y = factor * _number(stored_D[2 * c]), factor * _number(stored_D[2 * c + 1])
+        x, y = factor * _to_float32(stored_D[2 * c]), factor * _to_float32(stored_D[2 * c + 1])
         if norm_D.shape[0]:
             x, y = x * norm_D[2 * c], y * norm_D[2 * c + 1]
         cos, sin = turn_C2[c, 0] * scale, turn_C2[c, 1] * scale
@@ -302,8 +302,8 @@ def _values_code(queries: int) -> Any:
 
             zero = code.number(0)
             totals = code.loop(count, [code.load(address, zero) for address in addresses], add)
-            for total, address2 in zip(totals, addresses, strict=True):
-                code.store(total, address2, zero)
+            for total, address in zip(totals, addresses, strict=True):
+                code.store(total, address, zero)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7, like), add_values
@@ -316,7 +316,7 @@ _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 
 @kernel(ROUNDING_KEPT)
-def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
+def _score_blocks(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
     """Write the products of queries with the keys of the first `blocks` blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
     room = 4 * scores_RX.shape[1]
@@ -345,7 +345,7 @@ def _highest(scores_T: Array) -> Any:
 
 
 @kernel(ANY_ORDER)
-def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
+def _softmax_weights(scores_T: Array, seen: Any, highest: Any) -> Any:
     """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; returns their sum."""
     for t in range(scores_T.shape[0]):
         scores_T[t] = _exp(scores_T[t] - highest)
@@ -398,13 +398,13 @@ def _attend_heads(
     """Attention of one key head's queries to the keys seen of their row and of its prompt; overwrites `scores_RX`."""
     own_width = STRETCH * _blocks(seen)
     total_width = own_width + STRETCH * _blocks(prompt_seen)
-    _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
-    _score(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own_width)
+    _score_blocks(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
+    _score_blocks(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own_width)
     totals_R = np.empty(queries_RD.shape[0], np.float32)
     for r in range(queries_RD.shape[0]):
         own_T, prompt_P = scores_RX[r, :own_width], scores_RX[r, own_width:total_width]
         highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
-        totals_R[r] = _weigh(own_T, seen, highest) + _weigh(prompt_P, prompt_seen, highest)
+        totals_R[r] = _softmax_weights(own_T, seen, highest) + _softmax_weights(prompt_P, prompt_seen, highest)
     sums_RD[:] = np.float32(0.0)
     _add_values(scores_RX, 0, values_TD, seen, sums_RD)
     _add_values(scores_RX, own_width, prompt_values_PD, prompt_seen, sums_RD)
@@ -454,23 +454,23 @@ def attend(
             at = written_N[n]
             if n + 1 < rows:  # prefetch for the next row while this one is computed
                 count, following = _blocks(written_N[n + 1] + 1), (n + 1) * kv_heads + j
-                _fetch(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
-                _fetch(
+                _prefetch_range(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
+                _prefetch_range(
                     values_BTD[following].ctypes.data, count * STRETCH * width * values_BTD.itemsize
                 )
             offset = (heads + j) * size
             stored_D = qkv_NO[n, offset : offset + size]
-            _head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
+            _compute_head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
             for d in range(size):
                 keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
             offset += kv_heads * size
             value_D, stored_D = values_TD[at], qkv_NO[n, offset : offset + size]
             for d in range(size):
-                _store(value_D, d, _number(stored_D[d]))
+                _store(value_D, d, _to_float32(stored_D[d]))
             start = j * repeat * size
             for r in range(repeat):
                 stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]
-                _head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
+                _compute_head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
             _attend_heads(
                 queries_RD,
                 keys_KDS,

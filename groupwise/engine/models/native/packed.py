@@ -86,7 +86,7 @@ class Packed:
         from groupwise.engine.models.native import products
 
         low = self._no_adapter if low is None else low
-        x = array(self._pad(x_NI))
+        x = array(self._pad_rows(x_NI))
         into_NO = torch.empty(len(x), self._shape[0])
         into, blocks = array(into_NO), len(low.ranks_B2)
         multithreaded = torch.get_num_threads() > 1
@@ -105,7 +105,7 @@ class Packed:
         unpadded = self._outputs == self._shape[0]
         return found_NO if unpadded else found_NO[:, : self._outputs].contiguous()
 
-    def _pad(self, x_NI: Tensor) -> Tensor:
+    def _pad_rows(self, x_NI: Tensor) -> Tensor:
         rows, inputs = x_NI.shape
         if not self._pairs:
             x_NI = x_NI.float()

@@ -24,7 +24,7 @@ COLUMNS = 128
 
 
 @triton.jit
-def _norm(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -198,7 +198,7 @@ def _attention_kernel(
 
 
 @triton.jit
-def _peaks(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
+def _peaks_kernel(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * SPAN + tl.arange(0, SPAN)
     value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
@@ -207,7 +207,7 @@ def _peaks(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _sums(
+def _sums_kernel(
     logits, temperatures, peaks, sums, vocabulary, blocks,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +224,7 @@ def _sums(
 
 
 @triton.jit
-def _search(
+def _search_kernel(
     logits, temperatures, uniforms, peaks, sums, tokens, logprobs, vocabulary, blocks, chunks,
     SMALL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -266,11 +266,11 @@ def drawn(
     tokens_S = torch.empty(rows, dtype=torch.long, device=logits_SV.device)
     logprobs_S = peaks_SC.new_empty(rows)
     most = int(triton.next_power_of_2(chunks))
-    _peaks[(rows, chunks)](logits_SV, temperatures_S, peaks_SC, vocabulary, SPAN=SPAN)
-    _sums[(rows, chunks)](
+    _peaks_kernel[(rows, chunks)](logits_SV, temperatures_S, peaks_SC, vocabulary, SPAN=SPAN)
+    _sums_kernel[(rows, chunks)](
         logits_SV, temperatures_S, peaks_SC, sums_SK, vocabulary, blocks, SPAN=SPAN, BLOCK=block, CHUNKS=most
     )  # fmt: skip
-    _search[(rows,)](
+    _search_kernel[(rows,)](
         logits_SV, temperatures_S, uniforms_S, peaks_SC, sums_SK, tokens_S, logprobs_S, vocabulary, blocks, chunks,
         SMALL=2**-40, BLOCK=block, BLOCKS=int(triton.next_power_of_2(blocks)), CHUNKS=most,
     )  # fmt: skip
@@ -296,9 +296,9 @@ def norm_with_gradient(
     gradient = None if dy_NH is None or into_NH is None else (dy_NH.contiguous(), into_NH)
     dy_NH, into_NH = gradient or (x_NH, x_NH)  # without a gradient the kernel reads neither
     if rows:
-        _norm[(rows,)](
+        _norm_kernel[(rows,)](
             x_NH, weight_H, y_NH, dy_NH, into_NH, hidden, epsilon,
-            GRADIENT=gradient is not None, **_row(hidden),
+            GRADIENT=gradient is not None, **_row_options(hidden),
         )  # fmt: skip
     return y_NH
 
@@ -347,7 +347,7 @@ def turned(
     real = torch.view_as_real(rotations_N1C)
     _rotation_kernel[(rows, heads)](
         heads_NJD, weight, real, y_NJD, heads_NJD.stride(0), epsilon,
-        NORMED=normed, SIZE=size, **_row(size // 2),
+        NORMED=normed, SIZE=size, **_row_options(size // 2),
     )  # fmt: skip
     return y_NJD
 
@@ -378,23 +378,23 @@ def cached_attention(
     _cache_kernel[(rows, heads + 2 * kv_heads)](
         qkv_SO, query_norm, key_norm, torch.view_as_real(rotations_S1C), queries_SHD, keys_GJTD, values_GJTD,
         pages_SM, positions_S, prompts_S, width, epsilon,
-        NORMED=norms[0] is not None, SIZE=size, **cells, **_row(size // 2),
+        NORMED=norms[0] is not None, SIZE=size, **cells, **_row_options(size // 2),
     )  # fmt: skip
     _attention_kernel[(rows, kv_heads)](
         queries_SHD, keys_GJTD, values_GJTD, out_SX, pages_SM, positions_S, prompts_S, size**-0.5,
         SIZE=size, BLOCK=max(16, int(triton.next_power_of_2(size))),
-        QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tiles(keys_GJTD),
+        QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tile_options(keys_GJTD),
     )  # fmt: skip
     return out_SX
 
 
-def _tiles(keys_GJTD: Tensor) -> dict[str, int]:
+def _tile_options(keys_GJTD: Tensor) -> dict[str, int]:
     """Warps of a program, and the number of tiles loaded ahead: as many as a small GPU's shared memory holds."""
     tile = keys_GJTD.shape[2] * keys_GJTD.shape[3] * keys_GJTD.element_size()
     return {"num_warps": 4, "num_stages": 3 if tile <= 1 << 14 else 1}
 
 
-def _row(size: int) -> dict[str, int]:
+def _row_options(size: int) -> dict[str, int]:
     """Launch options for one program per row: its block size, and enough warps that each thread has about 8 numbers."""
     block = int(triton.next_power_of_2(size))
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}

@@ -117,7 +117,7 @@ class NativeModel:
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         path = next(path for path, module in model.named_modules() if module is body)
         self.layers = [
-            self._layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
+            self._native_layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
         head = _base_layer(cast("nn.Module", model.get_output_embeddings()))
@@ -218,7 +218,7 @@ class NativeModel:
         """
         return (few and self.packed) or (self.compiled and compiled.suits(x))
 
-    def _layer(self, path: str, layer: Any) -> Layer:
+    def _native_layer(self, path: str, layer: Any) -> Layer:
         attention = layer.self_attn
         order_D = _interleaved_order(self.shape.head_size, self.device)
         return Layer(

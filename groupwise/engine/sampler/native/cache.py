@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.engine.models.footprint import grown_room
 from groupwise.engine.models.native.facts import LANES, ROWS, STRETCH, multiple
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, Row
+from groupwise.engine.sampler.engine import Prompt, DecodeRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Group:
     end: int
 
 
-def groups(rows: Sequence[Row]) -> Iterator[Group]:
+def groups(rows: Sequence[DecodeRow]) -> Iterator[Group]:
     """Yield the groups of adjacent rows with the same prompt, in order."""
     start = 0
     for prompt, members in groupby(rows, key=lambda row: row.prompt):
@@ -61,7 +61,7 @@ def with_room(values_PJD: Tensor) -> Tensor:
     return F.pad(values_PJD.transpose(0, 1), (0, more[0], 0, more[1]))
 
 
-class OwnCache:
+class CompletionCache:
     """Keys and values of the rows' own tokens. It grows when needed and never shrinks."""
 
     def __init__(self, model: NativeModel) -> None:
@@ -88,7 +88,7 @@ class OwnCache:
         self.rows, self.length = rows, length
 
     def arrange(self, sources: Sequence[int], length: int) -> None:
-        """Reorder rows: row i becomes the one that was at `places[i]`. The first `length` tokens of each are moved."""
+        """Reorder rows: row i becomes the one that was at `sources[i]`. The first `length` tokens of each are moved."""
         first = next((new for new, old in enumerate(sources) if new != old), None)
         if first is None:
             return

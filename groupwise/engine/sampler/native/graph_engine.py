@@ -26,7 +26,7 @@ from groupwise.engine.models.native.forward import residual_after_layers
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, Row
+from groupwise.engine.sampler.engine import Prompt, DecodeRow
 from groupwise.engine.sampler.native.prefill import prefill_together
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
@@ -41,7 +41,7 @@ class PagedPrompt(Prompt):
 
 
 class GraphEngine:
-    """A `groupwise.engine.sampler.engine.Engine` over a native model, for a GPU; without CUDA graphs it runs on any device."""
+    """A `groupwise.engine.sampler.engine.DecodeEngine` over a native model, for a GPU; without CUDA graphs it runs on any device."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class GraphEngine:
         record: Record,
     ) -> None:
         shape = model.shape
-        self.rows: list[Row] = []
+        self.rows: list[DecodeRow] = []
         """Rows in progress, in the order of their places."""
         self._model = model
         self._weights = weights
@@ -66,11 +66,11 @@ class GraphEngine:
         """For every place: the token, its position, and the length of the row's prompt."""
         self._pages_SM = torch.zeros(slots, most, device=model.device, dtype=torch.int32)
         """For every place the page numbers of its prompt, then its own; on the GPU."""
-        self._pages_here_SM = torch.zeros(slots, most, dtype=torch.int32)
+        self._host_pages_SM = torch.zeros(slots, most, dtype=torch.int32)
         """The same in main memory, where it is changed."""
         self._free: list[int] = []
         """Pages that are not in use."""
-        self._pages: dict[Prompt | Row, list[int]] = {}
+        self._pages: dict[Prompt | DecodeRow, list[int]] = {}
         """Pages of the prompts in use, and of each row's own tokens."""
         self._adapter: list[LowRank | None] = []
         self._recorded: Compute | None = None
@@ -78,16 +78,16 @@ class GraphEngine:
         self.reset()
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
-        """See `Engine.prefill`."""
+        """See `DecodeEngine.prefill`."""
         return self.prefill_all([ids])[0]
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """See `Engine.prefill_all`."""
+        """See `DecodeEngine.prefill_all`."""
         prompts = prefill_together(self._model, texts, self._adapter, self._slots)
         return [PagedPrompt(len(ids), *tensors) for ids, tensors in zip(texts, prompts, strict=True)]
 
-    def begin(self, prompt: Prompt) -> Row:
-        """See `Engine.begin`."""
+    def begin(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.begin`."""
         assert isinstance(prompt, PagedPrompt)
         if prompt not in self._pages:
             count = -(-prompt.length // PAGE)
@@ -101,39 +101,39 @@ class GraphEngine:
                 cache[:, into] = padded.unflatten(2, (count, PAGE)).transpose(1, 2)
         occupied = {row.place for row in self.rows}
         slot = next(n for n in range(self._slots) if n not in occupied)
-        row = Row(prompt, place=slot)
+        row = DecodeRow(prompt, place=slot)
         self._pages[row] = []
         pages = self._pages[prompt]
-        self._pages_here_SM[slot, : len(pages)] = torch.tensor(pages)
+        self._host_pages_SM[slot, : len(pages)] = torch.tensor(pages)
         self.rows.append(row)
         self.rows.sort(key=lambda other: other.place or 0)
         return row
 
-    def finish(self, rows: Sequence[Row]) -> None:
-        """See `Engine.finish`."""
+    def finish(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.finish`."""
         self.rows = [row for row in self.rows if row not in rows]
         shared = {row.prompt for row in self.rows}
         for row in rows:
             self._free += self._pages.pop(row)
             if row.prompt not in shared:
                 self._free += self._pages.pop(row.prompt, ())
-            self._pages_here_SM[row.place or 0] = 0
+            self._host_pages_SM[row.place or 0] = 0
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
-        """See `Engine.decode`."""
+        """See `DecodeEngine.decode`."""
         inputs = [[0] * self._slots for _ in range(3)]
         for row, token in zip(self.rows, tokens, strict=True):
             slot, length = row.place or 0, row.prompt.length
             if row.written % PAGE == 0:
                 page = self._free.pop()
                 number = len(self._pages[row.prompt]) + len(self._pages[row])
-                self._pages_here_SM[slot, number] = page
+                self._host_pages_SM[slot, number] = page
                 self._pages[row].append(page)
             for values, value in zip(inputs, (token, row.position, length), strict=True):
                 values[slot] = value
             row.written += 1
         self._inputs_3S.copy_(torch.tensor(inputs))
-        self._pages_SM.copy_(self._pages_here_SM)
+        self._pages_SM.copy_(self._host_pages_SM)
         if self._recorded is None:
             self._recorded = self._record(self._logits)
         logits_SV = self._recorded()
@@ -141,7 +141,7 @@ class GraphEngine:
         return logits_SV[[row.place or 0 for row in self.rows]]
 
     def refresh(self) -> None:
-        """See `Engine.refresh`."""
+        """See `DecodeEngine.refresh`."""
         model = self._weights.native()
         assert model is not None, "a model that was native stays so, whatever its weights are"
         factors = self._weights.factors()
@@ -155,11 +155,11 @@ class GraphEngine:
         self._recorded = None
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
+        """See `DecodeEngine.reset`."""
         self.rows = []
         self._pages = {}
         self._free = [*range(self._keys_LGJTD.shape[1] - 1, 0, -1)]
-        self._pages_here_SM.zero_()
+        self._host_pages_SM.zero_()
         self._keys_LGJTD.zero_()
         self._values_LGJTD.zero_()
 
@@ -169,17 +169,17 @@ class GraphEngine:
         ids_S, positions_S, prompts_S = self._inputs_3S
         rotations_S1C = model.rotations(positions_S)
         kernels = kernels_for(self._keys_LGJTD)
-        indices: tuple[Tensor, ...] = () if kernels is not None else self._places()
+        page_indices: tuple[Tensor, ...] = () if kernels is not None else self._cache_indices()
 
         def attend(number: int, qkv_SO: Tensor) -> Tensor:
-            layer, (keys, values) = model.layers[number], self._cache(number)
+            layer, (keys, values) = model.layers[number], self._layer_cache(number)
             if kernels is not None:
                 norms = layer.query_norm_D, layer.key_norm_D
                 return kernels.cached_attention(
                     qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon,
                 )  # fmt: skip
             return self._plain_attention(
-                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *indices
+                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *page_indices
             )
 
         residual_SH = residual_after_layers(
@@ -187,10 +187,10 @@ class GraphEngine:
         )
         return model.logits(residual_SH)
 
-    def _cache(self, number: int) -> tuple[Tensor, Tensor]:
+    def _layer_cache(self, number: int) -> tuple[Tensor, Tensor]:
         return self._keys_LGJTD[number], self._values_LGJTD[number]
 
-    def _places(self) -> tuple[Tensor, ...]:
+    def _cache_indices(self) -> tuple[Tensor, ...]:
         """Arguments of `_plain_attention` that all layers share: page and cell of each new token, and a mask of visible keys [S, M · T]."""
         _, positions_S, prompts_S = self._inputs_3S
         own_S = positions_S - prompts_S

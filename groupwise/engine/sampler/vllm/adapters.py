@@ -37,7 +37,7 @@ class ListedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedFolder:
     """A folder that this machine and the servers share, used if the servers cannot read the publications' folder."""
 
     here: Path
@@ -93,18 +93,18 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
 async def make_served(
     server: Server, name: str, folder: str, models: Mapping[str, ListedModel]
 ) -> None:
-    """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `there`: the server's list."""
+    """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `models`: the server's list."""
     if name in models and models[name].root != folder:
         await unload(server, name)
     if name not in models or models[name].root != folder:
-        await _load(server, name, folder)
+        await _load_adapter(server, name, folder)
     mine = folder.rpartition("/")[0]
     for other, entry in models.items():
         if other != name and entry.root is not None and entry.root.rpartition("/")[0] == mine:
             await unload(server, other)
 
 
-async def _load(server: Server, name: str, folder: str) -> None:
+async def _load_adapter(server: Server, name: str, folder: str) -> None:
     body = {"lora_name": name, "lora_path": folder}
     try:
         await server.client.ask("POST", LOAD, body, len, 0)

@@ -42,7 +42,7 @@ def judge(
 ) -> None:
     """Raise `PolicyMismatchError` unless the server's log-probabilities match those of the weights here.
 
-    All are of the same tokens, in nats. `others`: expected values if the server left out the step in the key (`NOT_APPLIED`,
+    All are of the same tokens, in nats. `alternatives`: expected values if the server left out the step in the key (`NOT_APPLIED`,
     `NOT_PROCESSED`). `tolerance`: the largest accepted mean difference.
     """
     distance = _distance(answered, expected)

@@ -55,14 +55,14 @@ class Server:
     @property
     def client(self) -> Client:
         """Client for the running event loop. Connections are closed after each request, so there is none to close."""
-        return self._here()[0]
+        return self._client_of_loop()[0]
 
     @property
     def preparing(self) -> asyncio.Lock:
         """Lock that is held while the server is prepared."""
-        return self._here()[1]
+        return self._client_of_loop()[1]
 
-    def _here(self) -> tuple[Client, asyncio.Lock]:
+    def _client_of_loop(self) -> tuple[Client, asyncio.Lock]:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             client = Client(
@@ -128,7 +128,7 @@ class Servers:
                 server.note_failure(error)
                 until, last = min(until, self._timing.clock() + self._patience), error
                 if self._timing.clock() >= until:
-                    raise self._given_up(last) from None
+                    raise self._no_server_error(last) from None
             else:
                 server.note_answer()
                 return result
@@ -144,11 +144,11 @@ class Servers:
             if ready:
                 return min(ready, key=lambda server: server.load)
             if now >= until:
-                raise self._given_up(last)
+                raise self._no_server_error(last)
             first = min(server.alone_until for server in self.all)
             await self._timing.sleep(min(first, until) - now)
 
-    def _given_up(self, last: EndpointError | None) -> EndpointError:
+    def _no_server_error(self, last: EndpointError | None) -> EndpointError:
         urls = ", ".join(server.url for server in self.all)
         last_words = "" if last is None else f" The last word: {last}"
         return EndpointError(

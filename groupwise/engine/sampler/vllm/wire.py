@@ -117,7 +117,7 @@ def read_completion(
         raise EndpointError(
             f"was given a prompt of {len(prompt_ids)} tokens and used another one of {len(seen)}"
         )
-    ids, logprobs = _tokens(choice, answer, vocabulary)
+    ids, logprobs = _read_tokens(choice, answer, vocabulary)
     if not 1 <= len(ids) <= params.max_tokens:
         raise EndpointError(
             f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
@@ -125,14 +125,14 @@ def read_completion(
     return _find_end(choice, ids, logprobs, params, text_of)
 
 
-def _tokens(
+def _read_tokens(
     choice: Mapping[str, Any], answer: bytes, vocabulary: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     content: object = choice.get("logprobs")
     logprobs = cast("Mapping[str, Any]", content) if isinstance(content, Mapping) else {}
     ids: object = choice.get("token_ids")
     if ids is None:
-        ids = [_id_in(token) for token in _list(logprobs.get("tokens"))] or None
+        ids = [_id_in_text(token) for token in _as_list(logprobs.get("tokens"))] or None
     values: object = logprobs.get("token_logprobs")
     if not isinstance(ids, list) or not isinstance(values, list):
         lacking = "log-probabilities" if isinstance(ids, list) else "token ids"
@@ -150,12 +150,12 @@ def _tokens(
     return tuple(token_ids), tuple(_check_logprob(number) for number in numbers)
 
 
-def _id_in(token: object) -> int | None:
+def _id_in_text(token: object) -> int | None:
     text = token.removeprefix(TOKEN_AS_TEXT) if isinstance(token, str) else ""
     return int(text) if text != token and text.isdecimal() else None
 
 
-def _list(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 

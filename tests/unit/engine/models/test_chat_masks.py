@@ -16,7 +16,7 @@ from groupwise.core.errors import TaskError
 from groupwise.engine.models import chat_masks
 from groupwise.engine.models.chat_masks import (
     Chat,
-    Masked,
+    MaskedRow,
     assistant_turns,
     mask_completion,
     mask_text,
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], list[Any] | None, list[str]]] 
 }  # fmt: skip
 
 
-def shown(tokenizer: Any, row: Masked) -> str:
+def shown(tokenizer: Any, row: MaskedRow) -> str:
     """The row as text with ⟦ ⟧ around what is trained."""
     text, inside = "", 0
     for token, trained in zip(row.ids, row.mask, strict=True):

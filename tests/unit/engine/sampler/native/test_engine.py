@@ -26,7 +26,7 @@ from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.engine import Engine, Prompt, Row, SlotEngine
+from groupwise.engine.sampler.engine import DecodeEngine, Prompt, DecodeRow, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
@@ -206,12 +206,12 @@ class History:
 
 @torch.inference_mode()
 def scheduled(
-    engine: Engine, seed: int, steps: int, rows: int, lengths: list[int], vocabulary: int
+    engine: DecodeEngine, seed: int, steps: int, rows: int, lengths: list[int], vocabulary: int
 ):
     """Rows that begin, end and are given up at random, of prompts old and new; all of their histories."""
     chance = random.Random(seed)
     prompts: list[tuple[list[int], Prompt]] = []
-    running: dict[Row, History] = {}
+    running: dict[DecodeRow, History] = {}
     ended: list[History] = []
     for _ in range(steps):
         while len(engine.rows) < rows and chance.random() < 0.5:
@@ -241,7 +241,7 @@ def scheduled(
 
 
 @torch.inference_mode()
-def assert_alone(engine: Engine, history: History) -> None:
+def assert_alone(engine: DecodeEngine, history: History) -> None:
     prompt = engine.prefill(history.ids)
     assert torch.equal(prompt.logits_V, history.prompt.logits_V)
     row = engine.begin(prompt)
