@@ -770,7 +770,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         trained,
         replicas,
         witness=_witness(served) if by_servers else None,
-        bench=_adapter_host(config, layout, trained.adapted, tokenizer)
+        adapter_host=_adapter_host(config, layout, trained.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training
     )
@@ -993,7 +993,7 @@ def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
         layout.threads_each,
         sampler,
         stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
-        bench=_adapter_host(config, layout, adapted, tokenizer),
+        adapter_host=_adapter_host(config, layout, adapted, tokenizer),
     )
 
 

@@ -145,7 +145,7 @@ def _ranks(folder: Path) -> Pair:
     from groupwise.engine.distributed.sampler import RankSampler
 
     ranks = ForkedWorkers()
-    ranks.begin()
+    ranks.start()
     ranks.make_now("tests.contract.hosted:adapter", {"folder": str(folder), "count": 2}, 2)
     return _pair(
         RankSampler(ranks),

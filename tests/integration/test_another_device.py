@@ -181,7 +181,7 @@ def test_a_gradient_is_made(device, name, dtype, recompute, wanted):
     model, parameters = weights.native(), weights.parameters()
     with device.here():
         stream_NH = residual_stream(model, batch, weights.factors(), recompute=recompute)
-        before_N = torch.tensor(batch.before, device=DEVICE)
+        before_N = torch.tensor(batch.predictors, device=DEVICE)
         ids_N = torch.zeros_like(before_N)
         targets = Targets(ids_N, torch.ones(len(ids_N), device=DEVICE), None, wanted)
         found = token_numbers(model, stream_NH[before_N], targets)

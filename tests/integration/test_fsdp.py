@@ -222,7 +222,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         patch.setattr(TorchLearner, "_backward", slow)
         patch.setattr(TorchLearner, "forward_backward", learned)
         patch.setattr(TorchLearner, "discard", discarded)
-        patch.setattr(RankLearner, "_together", interrupted)
+        patch.setattr(RankLearner, "_call_together", interrupted)
         assert groupwise.rl(settings, TOY).exit_code == 130
     assert (tmp_path / "toy/checkpoints/step-3").is_dir()
     go_on(settings)

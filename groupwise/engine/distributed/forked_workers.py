@@ -29,7 +29,7 @@ from groupwise.engine.distributed.messages import (
     CallResult,
     Call,
     RankEnded,
-    CallError,
+    CallFailure,
     LogRecordMessage,
     MessageChannel,
     Ready,
@@ -74,7 +74,7 @@ class ForkedWorkers(WorkerCalls):
         assert self._process is not None
         return self._process.pid
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the zygote without waiting for it."""
         self._thread.start()
 
@@ -185,7 +185,7 @@ class ForkedWorkers(WorkerCalls):
                 for message in messages:
                     self._handle_message(message)
 
-    def _handle_message(self, message: Ready | RankEnded | CallResult | CallError | LogRecordMessage) -> None:
+    def _handle_message(self, message: Ready | RankEnded | CallResult | CallFailure | LogRecordMessage) -> None:
         match message:
             case Ready(processes):
                 self.processes = processes

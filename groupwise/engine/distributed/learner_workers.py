@@ -110,7 +110,7 @@ class LearnerWorkers(SpawnedWorkers):
             calls = f"{host} {self._call_socket.getsockname()[1]} {self._token}".rstrip()
         meeting = (host, port) if self._learning else None
         handed = [self._rendezvous_socket] if rank == 0 and self._learning else []
-        return PeerSetup(rank, self.count, self._setup, meeting, calls, tells=rank == 0), handed
+        return PeerSetup(rank, self.count, self._setup, meeting, calls, sends_log=rank == 0), handed
 
     def _handle_disconnect(self, rank: int) -> WorkerLostError:
         who = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"

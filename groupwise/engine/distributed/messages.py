@@ -1,12 +1,12 @@
 """Messages between the main process, the zygote and its ranks. They are pickled, because all of these processes trust each other. Messages
 over a network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
-The main process may send `Call`s to the zygote, each answered by `CallResult` or `CallError` with its number. It then sends `Setup`, with a
-socket for each rank. The zygote sends `Ready` or `CallError`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a rank the main
-process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallError`, and `LogRecordMessage`.
+The main process may send `Call`s to the zygote, each answered by `CallResult` or `CallFailure` with its number. It then sends `Setup`, with a
+socket for each rank. The zygote sends `Ready` or `CallFailure`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a rank the main
+process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallFailure`, and `LogRecordMessage`.
 
-A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `CallError`, and finally `Shutdown`. It sends `Heartbeat` at
-regular intervals if `PeerSetup.beat` is set.
+A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `CallFailure`, and finally `Shutdown`. It sends `Heartbeat` at
+regular intervals if `PeerSetup.heartbeat_interval` is set.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class PeerSetup:
     rank: int
     count: int
     setup: Setup
-    meeting: tuple[str, int] | None
+    rendezvous: tuple[str, int] | None
     """Host and port at which the ranks form their process group; the first rank's listening socket comes with the message."""
-    calls: str | None = None
+    announced_address: str | None = None
     """The address that the first rank under torchrun announces to the others: host, port, and a generated token if they have no configured
     secret, separated by spaces."""
-    tells: bool = False
+    sends_log: bool = False
     """True if the rank sends its log records. Only the first one does; the others would log the same."""
-    beat: float | None = None
+    heartbeat_interval: float | None = None
     """Seconds between two `Heartbeat` messages; None: the rank sends none."""
 
 
@@ -123,7 +123,7 @@ class CallResult:
 
 
 @dataclass(frozen=True, slots=True)
-class CallError:
+class CallFailure:
     """The error that a call raised; `number` is 0 if the hosted object could not be made."""
 
     number: int
@@ -141,7 +141,7 @@ class MessageChannel:
         self._taken_over: list[socket.socket] = []
         self._sending = threading.Lock()
 
-    def give_up_after(self, seconds: float) -> None:
+    def set_send_timeout(self, seconds: float) -> None:
         """Set a send timeout: if the other end receives nothing for this many seconds, the connection ends and `send` raises OSError."""
         whole_seconds, microseconds = int(seconds), int(seconds % 1 * 1e6)
         limit = struct.pack("@ll", whole_seconds, microseconds)

@@ -26,7 +26,7 @@ from groupwise.engine.distributed.handshake import (
     secret_of_attempt,
 )
 from groupwise.engine.distributed.messages import (
-    CallError,
+    CallFailure,
     MessageChannel,
     PeerSetup,
     Ready,
@@ -109,16 +109,16 @@ def serve(channel: MessageChannel) -> NoReturn:
     try:
         setup: PeerSetup = channel.receive()
         sockets = channel.taken_over()
-        send_log(channel if setup.tells else None, setup.setup.log_level)
+        send_log(channel if setup.sends_log else None, setup.setup.log_level)
         try:
             hosted = _meet_and_make(setup, sockets)
         except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
-            channel.send(CallError(0, portable(error)))
+            channel.send(CallFailure(0, portable(error)))
             with suppress(EOFError):
                 channel.receive()
             os._exit(1)
         channel.send(Ready((os.getpid(),)))
-        asyncio.run(CallServer(hosted, channel, setup.beat).forever())
+        asyncio.run(CallServer(hosted, channel, setup.heartbeat_interval).serve_forever())
     except EOFError:
         os._exit(1)
     except BaseException:  # noqa: BLE001 — after any error the process must end at once
@@ -137,12 +137,12 @@ def _meet_and_make(peer: PeerSetup, sockets: list[socket.socket]) -> Any:
     described = peer.setup.arguments.get("config")
     if described is not None:
         resolve(ModelConfig.model_validate(described["model"]))
-    if peer.calls is not None:
-        collective.publish_value(ADDRESS_KEY, peer.calls)
-    if peer.meeting is not None:
+    if peer.announced_address is not None:
+        collective.publish_value(ADDRESS_KEY, peer.announced_address)
+    if peer.rendezvous is not None:
         listening = sockets[0].detach() if sockets else None
         device = peer.setup.arguments["layout"]["device"]
-        host, port = peer.meeting
+        host, port = peer.rendezvous
         collective.join_process_group(peer.rank, peer.count, host, port, device, listening)
     hosted = make(peer.setup)
     hosted.join(peer.rank)

@@ -38,7 +38,7 @@ def take() -> ForkedWorkers:
 
 def _start_ranks(*, sees_gpus: bool) -> ForkedWorkers:
     ranks = ForkedWorkers(*MODULES, sees_gpus=sees_gpus)
-    ranks.begin()
+    ranks.start()
     return ranks
 
 

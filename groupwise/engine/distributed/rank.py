@@ -25,7 +25,7 @@ from groupwise.engine.distributed.messages import (
     CallResult,
     Call,
     Cancel,
-    CallError,
+    CallFailure,
     Shutdown,
     LogRecordMessage,
     MessageChannel,
@@ -39,7 +39,7 @@ def run_rank(rank: int, hosted: Any, channel: MessageChannel, zygote: int, log_l
         signal_when_parent_ends(signal.SIGKILL, zygote)
         send_log(channel if rank == 0 else None, log_level)
         hosted.join(rank)
-        asyncio.run(CallServer(hosted, channel).forever())
+        asyncio.run(CallServer(hosted, channel).serve_forever())
     except BaseException:  # noqa: BLE001 — a fork must never return into the zygote's code
         traceback.print_exc()
     os._exit(1)
@@ -74,14 +74,14 @@ class CallServer:
     """Receives calls for the hosted object and runs each as a task."""
 
     def __init__(self, hosted: Any, channel: MessageChannel, heartbeat: float | None = None) -> None:
-        """`heartbeat`: seconds between two `Heartbeat` messages, as `PeerSetup.beat`."""
+        """`heartbeat`: seconds between two `Heartbeat` messages, as `PeerSetup.heartbeat_interval`."""
         self._hosted = hosted
         self._channel = channel
         self._beat = heartbeat
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def forever(self) -> None:
+    async def serve_forever(self) -> None:
         """Answer calls; never returns."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._receive, daemon=True).start()
@@ -124,4 +124,4 @@ class CallServer:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 — belongs to the caller
-            self._channel.send(CallError(call.number, portable(error)))
+            self._channel.send(CallFailure(call.number, portable(error)))

@@ -27,7 +27,7 @@ from groupwise.engine.distributed.messages import (
     CallResult,
     Call,
     Cancel,
-    CallError,
+    CallFailure,
     LogRecordMessage,
     MessageChannel,
     Setup,
@@ -124,16 +124,16 @@ class WorkerCalls:
             self.close()
             raise
 
-    def _settle_call(self, message: CallResult | CallError | LogRecordMessage) -> None:
+    def _settle_call(self, message: CallResult | CallFailure | LogRecordMessage) -> None:
         """Settle the future of an answered call, or log a record that a process sent."""
         match message:
             case LogRecordMessage(record):
                 _log_record(record)
             case CallResult(number, value):
                 settle(self._pop_pending(number), value)
-            case CallError(0, error):
+            case CallFailure(0, error):
                 settle(self._ready, error=error)
-            case CallError(number, error):
+            case CallFailure(number, error):
                 settle(self._pop_pending(number), error=error)
 
     def _begin_call(self) -> None:

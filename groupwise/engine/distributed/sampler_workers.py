@@ -28,7 +28,7 @@ from groupwise.engine.distributed.messages import (
     CallResult,
     Call,
     Cancel,
-    CallError,
+    CallFailure,
     MessageChannel,
     PeerSetup,
 )
@@ -103,18 +103,18 @@ class SamplerWorkers(SpawnedWorkers):
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._setup is not None
         tells = self._tells and rank == 0
-        return PeerSetup(rank, self.count, self._setup, None, tells=tells, beat=self._beat), []
+        return PeerSetup(rank, self.count, self._setup, None, sends_log=tells, heartbeat_interval=self._beat), []
 
     def _send_setup(self, rank: int, channel: MessageChannel) -> None:
         """See `SpawnedWorkers._send_setup`. Sending holds the lock that replacing a sampler needs, so it must not block for ever."""
-        channel.give_up_after(self._patience)
+        channel.set_send_timeout(self._patience)
         super()._send_setup(rank, channel)
 
     def _handle_message(self, rank: int, message: RankMessage) -> None:
         match message:
-            case CallError(0, error) if self._ready.done():
+            case CallFailure(0, error) if self._ready.done():
                 raise error
-            case CallError(number, error) if number in self._catching_up:
+            case CallFailure(number, error) if number in self._catching_up:
                 raise error
             case CallResult(number, fingerprint) if number in self._catching_up:
                 self._finish_catching_up(self._catching_up.pop(number), fingerprint)

@@ -24,7 +24,7 @@ from groupwise.core.processes.output import Output
 from groupwise.engine.distributed.messages import (
     Heartbeat,
     CallResult,
-    CallError,
+    CallFailure,
     Shutdown,
     LogRecordMessage,
     MessageChannel,
@@ -41,7 +41,7 @@ _END_LIMIT = 10.0
 _LAST_WORDS = 1.0
 """Seconds that a process may take to exit after its connection has ended."""
 
-RankMessage = Ready | CallResult | CallError | LogRecordMessage | Heartbeat
+RankMessage = Ready | CallResult | CallFailure | LogRecordMessage | Heartbeat
 """Messages that a rank sends."""
 
 

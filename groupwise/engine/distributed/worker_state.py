@@ -50,7 +50,7 @@ class WorkerState:
     tracing: Tracing | None = None
     witness: Any = None
     """Checks the answers of vLLM servers that sample instead of the ranks (`groupwise.engine.sampler.vllm.witness`)."""
-    bench: AdapterHost | None = None
+    adapter_host: AdapterHost | None = None
     """Holds the further models; None if all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
@@ -109,12 +109,12 @@ class WorkerState:
         return self._require_adapter_host().layer_kinds()
 
     def _require_adapter_host(self) -> AdapterHost:
-        if self.bench is None:
+        if self.adapter_host is None:
             raise UsageError(
                 "All weights of the model in memory are trained (lora is null), so it is no base that others could share. Train an "
                 "adapter instead (lora: {}), or end this training first."
             )
-        return self.bench
+        return self.adapter_host
 
     def begin_trace(self) -> None:
         """Trace this process from now on; the learner's calls are marked with their names."""
@@ -153,10 +153,10 @@ class _HostedModel:
     served: ServedAdapter
     learner: TorchLearner
     sampler: Sampler
-    under_way: int = 0
+    running_calls: int = 0
     """Number of its running calls."""
     dropped: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AdapterHost:
@@ -199,21 +199,21 @@ class AdapterHost:
         if standing is None:
             raise _unknown_model(name, self._models)
         standing.dropped = True
-        if standing.under_way:
-            await standing.gone.wait()
+        if standing.running_calls:
+            await standing.removed.wait()
         else:
             self._remove(standing)
 
     async def call(self, name: str, what: str, *arguments: Any) -> Any:
         """Call a part of a model, such as `learner.update`."""
         standing = self._find(name)
-        standing.under_way += 1
+        standing.running_calls += 1
         try:
             value = _call_model(standing, what, arguments)
             return await value if inspect.isawaitable(value) else value
         finally:
-            standing.under_way -= 1
-            if standing.dropped and not standing.under_way:
+            standing.running_calls -= 1
+            if standing.dropped and not standing.running_calls:
                 self._remove(standing)
 
     def call_now(self, name: str, what: str, *arguments: Any) -> Any:
@@ -232,7 +232,7 @@ class AdapterHost:
     def _remove(self, standing: _HostedModel) -> None:
         standing.trained.remove()
         standing.served.remove()
-        standing.gone.set()
+        standing.removed.set()
 
 
 def _call_model(standing: _HostedModel, what: str, arguments: tuple[Any, ...]) -> Any:

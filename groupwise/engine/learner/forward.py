@@ -58,7 +58,7 @@ class Paths:
     """Rows of different prompts are computed one after another in one sequence."""
     sharing: bool
     """A prompt is computed once for all its completions."""
-    wanted: ForwardOutputs = PLAIN
+    outputs: ForwardOutputs = PLAIN
 
     def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
@@ -67,9 +67,9 @@ class Paths:
     def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> Forward:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedBatch):
-            return packed_rows(decoder, batch, self.wanted)
+            return packed_rows(decoder, batch, self.outputs)
         compute = shared_prompt if self.sharing else whole_rows
-        return compute(decoder, batch, self.wanted)
+        return compute(decoder, batch, self.outputs)
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
@@ -124,7 +124,7 @@ def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = 
     positions_SL = torch.zeros(batch.shape, dtype=torch.long)
     owners_SL = torch.zeros(batch.shape, dtype=torch.long)  # padding has the owner 0
     token_indices: list[Tensor] = []
-    for number, (row, row_start) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
+    for number, (row, row_start) in enumerate(zip(batch.rows, batch.starts, strict=True), start=1):
         tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
         sequence, start = row_start
         span = (sequence, slice(start, start + len(tokens)))
@@ -212,7 +212,7 @@ class Targets:
     temperatures_N: Tensor
     withheld_X2: Tensor | None
     """Pairs of an index in N and a token id that could not be drawn there."""
-    wanted: ForwardOutputs = PLAIN
+    outputs: ForwardOutputs = PLAIN
 
     def part(self, start: int, end: int) -> Targets:
         """The targets from `start` to `end`, with indices counted from `start`."""
@@ -220,7 +220,7 @@ class Targets:
             self.ids_N[start:end],
             self.temperatures_N[start:end],
             withheld_between(self.withheld_X2, start, end),
-            self.wanted,
+            self.outputs,
         )
 
 
@@ -258,7 +258,7 @@ def query_tokens(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.dev
         ids_N=_padded_ids(rows, device)[places_BT],
         temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
         withheld_X2=_withheld_pairs(rows, among_A),
-        wanted=outputs,
+        outputs=outputs,
     )
     return QueriedTokens(targets, among_A, places_BT)
 

@@ -42,7 +42,7 @@ class PackedBatch:
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
     """Index of each row in the list that was divided."""
-    places: tuple[tuple[int, int], ...]
+    starts: tuple[tuple[int, int], ...]
     """For each row the index of its sequence, and the index of its first token there."""
     shape: tuple[int, int]
     """Number of sequences, and the length of each in tokens."""
@@ -101,7 +101,7 @@ def cut(
     packs = pack_rows([rows[index] for index in rest], max_tokens)
     return [
         *(MicroBatch(b.prompt_ids, b.rows, _pick_indices(sharing, b.indices)) for b in shared),
-        *(PackedBatch(b.rows, _pick_indices(rest, b.indices), b.places, b.shape) for b in packs),
+        *(PackedBatch(b.rows, _pick_indices(rest, b.indices), b.starts, b.shape) for b in packs),
     ]
 
 

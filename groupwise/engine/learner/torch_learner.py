@@ -181,7 +181,7 @@ class TorchLearner:
     def attend_publication(self) -> str:
         """Contribute this learner's parts while the first learner publishes; returns the fingerprint."""
         fingerprint = self.fingerprint()
-        self._weights.lend()
+        self._weights.contribute_parts()
         return fingerprint
 
     async def logprobs(
@@ -231,8 +231,8 @@ class TorchLearner:
 
     def attend_save(self) -> None:
         """Contribute this learner's parts while the first learner saves."""
-        WholeTensors(self._optimiser_tensors()).lend()
-        self._weights.lend()
+        WholeTensors(self._optimiser_tensors()).contribute_parts()
+        self._weights.contribute_parts()
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""

@@ -83,7 +83,7 @@ class TrainedWeights(Protocol):
         """Write the weights in the format of peft or transformers. Raises OSError if they cannot be written."""
         ...
 
-    def lend(self) -> None:
+    def contribute_parts(self) -> None:
         """Contribute this learner's parts while another learner runs `save`, if weights are divided."""
         ...
 
@@ -164,7 +164,7 @@ class TrainedAdapter:
     def save(self, folder: Path) -> None:
         self.adapted.save(self.name, folder)
 
-    def lend(self) -> None:
+    def contribute_parts(self) -> None:
         """Do nothing, because each learner has the whole adapter."""
 
     def read(self, folder: Path) -> None:
@@ -218,8 +218,8 @@ class TrainedModel:
         with disk_errors(folder), quiet():
             self.model.save_pretrained(folder, state_dict=state, max_shard_size="1TB")
 
-    def lend(self) -> None:
-        self._saved_tensors().lend()
+    def contribute_parts(self) -> None:
+        self._saved_tensors().contribute_parts()
 
     def read(self, folder: Path) -> None:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
@@ -250,7 +250,7 @@ class WholeTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def lend(self) -> None:
+    def contribute_parts(self) -> None:
         """Contribute this learner's parts while another learner reads all tensors."""
         for tensor in self._tensors.values():
             if isinstance(tensor, DTensor):

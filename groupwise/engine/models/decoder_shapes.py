@@ -55,14 +55,14 @@ class DecoderShapes:
     """Most tokens of a text that the model was trained for."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
-    others: int
+    other_parameters: int
     """Parameters outside of these layers: embeddings, an untied head, norms and biases."""
     in_bfloat16: bool
 
     def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
         """Counts with this adapter; None if the config names a stored adapter, or if a target is not a linear layer of the model."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
-        trained = parameters = weights + self.others
+        trained = parameters = weights + self.other_parameters
         if lora is not None:
             paths = self._target_paths(lora)
             if config.adapter is not None or paths is None:
@@ -197,6 +197,6 @@ def _shapes(config: Mapping[str, Any]) -> DecoderShapes:
             for index in range(layers)
             for path, shape in of_a_layer.items()
         },
-        others=tables * sizes.vocabulary * hidden + hidden + layers * (norms + biases),
+        other_parameters=tables * sizes.vocabulary * hidden + hidden + layers * (norms + biases),
         in_bfloat16=config.get("dtype", config.get("torch_dtype")) == "bfloat16",
     )

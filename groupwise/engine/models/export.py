@@ -40,7 +40,7 @@ class ExportResult:
 
     dtype: str
     """Its number format."""
-    kept: float = 1.0
+    kept_share: float = 1.0
     """Share of the adapter's change that survived the rounding."""
 
 

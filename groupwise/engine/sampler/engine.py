@@ -36,7 +36,7 @@ class DecodeRow:
     prompt: Prompt
     written: int = 0
     """Tokens after the prompt that the engine has computed."""
-    place: int | None = None
+    slot: int | None = None
     """Index of the row in the engine's cache; None if the engine has not assigned one yet."""
 
     @property
@@ -121,10 +121,10 @@ class SlotEngine:
     def begin(self, prompt: Prompt) -> DecodeRow:
         """See `DecodeEngine.begin`."""
         assert isinstance(prompt, CachedPrompt)
-        occupied = {row.place for row in self.rows}
-        row = DecodeRow(prompt, place=next(n for n in range(self._slots) if n not in occupied))
-        assert row.place is not None
-        self._cache.place(row.place, prompt.cache)
+        occupied = {row.slot for row in self.rows}
+        row = DecodeRow(prompt, slot=next(n for n in range(self._slots) if n not in occupied))
+        assert row.slot is not None
+        self._cache.place(row.slot, prompt.cache)
         self.rows.append(row)
         return row
 
@@ -135,7 +135,7 @@ class SlotEngine:
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """See `DecodeEngine.decode`."""
         device = self._decoder.device
-        slots = [row.place or 0 for row in self.rows]
+        slots = [row.slot or 0 for row in self.rows]
         ids, positions = [0] * self._slots, [0] * self._slots
         for row, slot, token in zip(self.rows, slots, tokens, strict=True):
             ids[slot], positions[slot] = token, row.position

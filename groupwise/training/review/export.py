@@ -215,11 +215,11 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
 
     if is_adapter(weights.folder):
         files = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
-        if files.kept < ENOUGH:
+        if files.kept_share < ENOUGH:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
                 files.dtype,
-                100 * (1 - files.kept),
+                100 * (1 - files.kept_share),
             )
     else:
         write_whole(weights.folder, folder, dtype)

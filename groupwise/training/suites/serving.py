@@ -132,12 +132,12 @@ def _merged_weights(weights: Weights, into: Path) -> Path:
     base = weights.base()
     into.mkdir(parents=True)
     written = write_merged(base, weights.folder, into)
-    if written.kept < ENOUGH:
+    if written.kept_share < ENOUGH:
         logger.warning(
             "in %s, %.0f %% of the adapter's change is lost in rounding, so the suites are asked of less than was learnt; serve {policy} "
             "beside its base, where the server can",
             written.dtype,
-            100 * (1 - written.kept),
+            100 * (1 - written.kept_share),
         )
     has_own = any(next(weights.folder.glob(pattern), None) for pattern in TOKENIZER)
     tokenizer: Any = stored_tokenizer(weights.folder) if has_own else load_tokenizer(base)

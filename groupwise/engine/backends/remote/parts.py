@@ -206,7 +206,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 class Published:
     """A downloaded publication."""
 
-    there: str
+    remote_folder: str
     """Its folder on the server."""
     stamp: Stamp
     """Stamp of its local files; if they change, they may differ from the server's files."""
@@ -237,7 +237,7 @@ class RemoteSampler:
         publication = self._published.get(policy.path)
         if publication is not None and publication.stamp == stamp_of(Path(policy.path)):
             try:
-                return await self._load(policy, publication.there)
+                return await self._load(policy, publication.remote_folder)
             except UsageError:  # the server no longer keeps that folder
                 del self._published[policy.path]
         sent = self._session.new_folder("policy")

@@ -51,7 +51,7 @@ class NativeEngine:
         def compute(batch: FlatBatch, outputs: ForwardOutputs) -> Forward:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
             queried = query_tokens(batch.rows, outputs, model.device)
-            before_N = torch.tensor(batch.before, device=model.device)[queried.among_A]
+            before_N = torch.tensor(batch.predictors, device=model.device)[queried.among_A]
             # Rows of one prompt share its last token. The gradient of plain indexing would add their parts in the order in which threads
             # finish; that of `embedding` adds them in a fixed order.
             before_NH = embedding(before_N, residual_NH)

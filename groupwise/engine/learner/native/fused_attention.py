@@ -48,7 +48,7 @@ class FusedAttention(PaddedAttention):
     ) -> tuple[Tensor, Tensor]:
         """See `PaddedAttention.gradients`."""
         inputs = self._attention_inputs(queries, keys, values)
-        d_found_MLHD = self.beside(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
+        d_found_MLHD = self.to_batch(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
         with torch.enable_grad():
             found_MHLD = _attention_output(*(tensor.requires_grad_() for tensor in inputs))
         d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
@@ -59,7 +59,7 @@ class FusedAttention(PaddedAttention):
 
     def _attention_inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Queries [M, heads, L, D], and keys and values [M, J, C, D], in one number format; no result shares memory with the inputs."""
-        queries_MHLD = self.beside(queries).transpose(1, 2)
+        queries_MHLD = self.to_batch(queries).transpose(1, 2)
         return (
             queries_MHLD.to(values.dtype, copy=True),
             self.with_prompt(keys).to(values.dtype),

@@ -29,7 +29,7 @@ def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> 
     """
     gradient = torch.is_grad_enabled() and residual_NH.requires_grad
     logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
-    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.wanted.accuracy else None)
+    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.outputs.accuracy else None)
 
 
 class _Head(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _Head(torch.autograd.Function):
         ctx.model, ctx.slopes = model, (numbers.chosen_slopes_NH, numbers.entropy_slopes_NH)
         ctx.save_for_backward(residual_NH)
         ctx.mark_non_differentiable(numbers.right_N)
-        if not targets.wanted.entropy_gradient:
+        if not targets.outputs.entropy_gradient:
             ctx.mark_non_differentiable(numbers.entropies_N)
         return numbers.logprobs_N, numbers.entropies_N, numbers.right_N
 
@@ -76,7 +76,7 @@ class _HeadNumbers:
         self.entropies_N = residual_NH.new_empty(count)
         self.right_N = residual_NH.new_zeros(count, dtype=torch.bool)
         self.chosen_slopes_NH = torch.empty_like(residual_NH) if gradient else None
-        entropy = gradient and targets.wanted.entropy_gradient
+        entropy = gradient and targets.outputs.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
         rows = min(count, ROWS_IN_CACHE if residual_NH.device.type == "cpu" else CHUNK)
         self._scaled_RV = residual_NH.new_empty(rows, model.shape.vocabulary)
@@ -123,7 +123,7 @@ class _HeadNumbers:
         entropies_R = normaliser_R - torch.linalg.vecdot(probabilities_RV, scaled_RV)
         self.logprobs_N[indices] = scaled_RV.gather(1, ids_R1)[:, 0] - normaliser_R
         self.entropies_N[indices] = entropies_R
-        if targets.wanted.accuracy:
+        if targets.outputs.accuracy:
             self.right_N[indices] = scaled_RV.argmax(-1) == targets.ids_N
         if entropy_RV is not None:
             scaled_RV.sub_((normaliser_R - entropies_R)[:, None])

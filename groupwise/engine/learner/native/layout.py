@@ -51,7 +51,7 @@ class FlatBatch:
     """Position of each token in its own text, prompt included; N."""
     texts: tuple[Texts, ...]
     """Sets of texts that together cover all tokens; those that see no prompt come first."""
-    before: tuple[int, ...]
+    predictors: tuple[int, ...]
     """Index of the token before each completion token, one row after another."""
 
     @property
@@ -129,7 +129,7 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
         token_ids=tuple(axis.token_ids),
         positions=tuple(axis.positions),
         texts=tuple(axis.texts),
-        before=tuple(predictors),
+        predictors=tuple(predictors),
     )
 
 

@@ -77,7 +77,7 @@ class PaddedAttention(ABC):
         """Tokens of the longest text, L."""
         return self.texts.lengths[0]
 
-    def beside(self, x: Tensor) -> Tensor:
+    def to_batch(self, x: Tensor) -> Tensor:
         """The rows of the texts as a batch [M, L, …], padded with 0."""
         rows = self._text_rows(x)
         if self.real_X is not None:
@@ -92,7 +92,7 @@ class PaddedAttention(ABC):
         all_MJCD = x_NJD.new_empty(self.count, heads, end + more, size)
         if prompt:
             all_MJCD[:, :, :prompt].copy_(self._prompt_rows(x_NJD).transpose(0, 1))
-        all_MJCD[:, :, prompt:end].copy_(self.beside(x_NJD).transpose(1, 2))
+        all_MJCD[:, :, prompt:end].copy_(self.to_batch(x_NJD).transpose(1, 2))
         all_MJCD[:, :, end:].zero_()
         return all_MJCD
 

@@ -140,7 +140,7 @@ class PieceAttention(PaddedAttention):
     def _by_head(self, x_NJD: Tensor) -> Tensor:
         """A tensor of queries as [M, J, R, L, D]."""
         x_NJRD = x_NJD.view(len(x_NJD), *self._per_token)
-        return self.beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
+        return self.to_batch(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
 
     def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
         """Probabilities [B, Q, C], float32 or wider. B: texts times key heads; Q: queries per key head; C: keys up to the last query."""

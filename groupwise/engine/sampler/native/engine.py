@@ -109,10 +109,10 @@ class NativeEngine:
     def _reorder_cache(self, longest: int) -> None:
         """Reorder the cache to match the order of the rows; new rows have no content yet."""
         self._completions.reserve(len(self.rows), longest)
-        sources = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
+        sources = [row.slot if row.slot is not None else n for n, row in enumerate(self.rows)]
         self._completions.arrange(sources, longest - 1)
         for number, row in enumerate(self.rows):
-            row.place = number
+            row.slot = number
 
 
 class CompiledAttention:

@@ -99,14 +99,14 @@ class GraphEngine:
             ):
                 padded = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
                 cache[:, into] = padded.unflatten(2, (count, PAGE)).transpose(1, 2)
-        occupied = {row.place for row in self.rows}
+        occupied = {row.slot for row in self.rows}
         slot = next(n for n in range(self._slots) if n not in occupied)
-        row = DecodeRow(prompt, place=slot)
+        row = DecodeRow(prompt, slot=slot)
         self._pages[row] = []
         pages = self._pages[prompt]
         self._host_pages_SM[slot, : len(pages)] = torch.tensor(pages)
         self.rows.append(row)
-        self.rows.sort(key=lambda other: other.place or 0)
+        self.rows.sort(key=lambda other: other.slot or 0)
         return row
 
     def finish(self, rows: Sequence[DecodeRow]) -> None:
@@ -117,13 +117,13 @@ class GraphEngine:
             self._free += self._pages.pop(row)
             if row.prompt not in shared:
                 self._free += self._pages.pop(row.prompt, ())
-            self._host_pages_SM[row.place or 0] = 0
+            self._host_pages_SM[row.slot or 0] = 0
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """See `DecodeEngine.decode`."""
         inputs = [[0] * self._slots for _ in range(3)]
         for row, token in zip(self.rows, tokens, strict=True):
-            slot, length = row.place or 0, row.prompt.length
+            slot, length = row.slot or 0, row.prompt.length
             if row.written % PAGE == 0:
                 page = self._free.pop()
                 number = len(self._pages[row.prompt]) + len(self._pages[row])
@@ -138,7 +138,7 @@ class GraphEngine:
             self._recorded = self._record(self._logits)
         logits_SV = self._recorded()
         # Indexing copies: the next token overwrites these logits.
-        return logits_SV[[row.place or 0 for row in self.rows]]
+        return logits_SV[[row.slot or 0 for row in self.rows]]
 
     def refresh(self) -> None:
         """See `DecodeEngine.refresh`."""

@@ -40,25 +40,25 @@ class ListedModel:
 class SharedFolder:
     """A folder that this machine and the servers share, used if the servers cannot read the publications' folder."""
 
-    here: Path
-    there: str
+    local_path: Path
+    server_path: str
     """Its path on the servers."""
 
     def put(self, policy: Policy) -> str:
         """Copy a publication there, completely or not at all; returns the copy's path on the servers."""
         run, name = Path(policy.path).parent.name, adapter_name(policy)
-        target = self.here / run / name
+        target = self.local_path / run / name
         building = target.with_name(f".building-{name}")
         with atomic_files.explaining_disk_errors(target):
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(policy.path, building)
             building.rename(target)
-        return f"{self.there}/{run}/{name}"
+        return f"{self.server_path}/{run}/{name}"
 
     def remove(self, policy: Policy) -> None:
         """Remove the copy of a publication."""
-        folder = self.here / Path(policy.path).parent.name
+        folder = self.local_path / Path(policy.path).parent.name
         shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

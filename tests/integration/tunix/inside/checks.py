@@ -38,7 +38,7 @@ NOT_MERGED = "--xla_disable_hlo_passes=cse_barrier_expander"
 def slopes(folder: str, *steps: str) -> dict[str, dict[str, float]]:
     """Of the realised on the exact change of each output of a layer in bfloat16, when B makes its first step."""
     adapted = _adapted(folder)
-    factors = adapted.fresh(0)
+    factors = adapted.init_factors(0)
     compute = jax.jit(lambda given: _recorded(adapted, given))
     return {
         weight: {step: _slope(compute, adapted, factors, weight, float(step)) for step in steps}
@@ -123,7 +123,7 @@ def logits(folder: str) -> dict[str, list[float]]:
     noting("sampler", sampler, "_draw_tokens")
     noting("learner", head, "_piece_numbers")
     adapted = _adapted(folder)
-    factors = adapted.fresh(0)
+    factors = adapted.init_factors(0)
     prompt = (5, 9, 7, 30)
     request = GroupRequest(0, prompt, (1, 2), SamplingParams(4, 1.0, ()))
     (first, _), *_ = sampler.Sampler(adapted, factors, 2, 24).generate([request])
@@ -223,7 +223,7 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
 def shapes(folder: str) -> dict[str, Any]:
     """Loops that are compiled for turns with ever less room, and stop tokens of many numbers; and what is drawn in each."""
     adapted = _adapted(folder)
-    served = sampler.Sampler(adapted, adapted.fresh(0), 2, 64)
+    served = sampler.Sampler(adapted, adapted.init_factors(0), 2, 64)
     drawn: list[Any] = []
     for room, stops in ((20, (200,)), (19, (200, 201)), (18, ()), (17, (200, 201, 202))):
         params = SamplingParams(room, 1.0, stops)

@@ -29,7 +29,7 @@ from tests.unit.engine.distributed.toys import FACTORY, HANGS
 
 def started(count=2, **given) -> ForkedWorkers:
     ranks = ForkedWorkers()
-    ranks.begin()
+    ranks.start()
     ranks.make_now(FACTORY, given, count)
     return ranks
 
@@ -117,7 +117,7 @@ async def test_what_cannot_be_read_ends_all(own):
 def test_what_is_made_sees_no_gpu(monkeypatch, there, sees_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", there)
     ranks = ForkedWorkers(sees_gpus=sees_gpus)
-    ranks.begin()
+    ranks.start()
     assert ranks.ask("os:getenv", "CUDA_VISIBLE_DEVICES") == (there if sees_gpus else "")
     ranks.make_now(FACTORY, {}, 1)
     assert ranks.call_all_now("environment", "CUDA_VISIBLE_DEVICES") == [""]
@@ -176,7 +176,7 @@ async def test_nothing_is_left_after_close():
 
 def test_a_zygote_answers_before_it_knows_what_to_make():
     ranks = ForkedWorkers("groupwise.core.types")
-    ranks.begin()
+    ranks.start()
     assert ranks.ask("os:getpid") == ranks.zygote
     with pytest.raises(ConfigError, match="a key"):
         ranks.ask(FACTORY, "a key")
@@ -188,7 +188,7 @@ def test_a_zygote_answers_before_it_knows_what_to_make():
     assert ranks.call_all_now("word") == ["made", "made"]
     ranks.close()
     lost = ForkedWorkers()
-    lost.begin()
+    lost.start()
     with pytest.raises(RunError, match="ended: exit code 3"):
         lost.ask("os:_exit", 3)
     lost.close()
@@ -196,7 +196,7 @@ def test_a_zygote_answers_before_it_knows_what_to_make():
 
 async def test_a_wait_for_ranks_can_be_given_up():
     ranks = ForkedWorkers()
-    ranks.begin()
+    ranks.start()
     making = asyncio.create_task(ranks.make(HANGS, {}, 2))
     assert ranks.ask("os:getpid"), "it was not told yet"
     await asyncio.sleep(0)
@@ -211,7 +211,7 @@ async def test_a_wait_for_ranks_can_be_given_up():
 MAIN = f"""
 from groupwise.engine.distributed.forked_workers import ForkedWorkers
 ranks = ForkedWorkers()
-ranks.begin()
+ranks.start()
 ranks.make_now({FACTORY!r}, {{}}, 2)
 print([ranks.zygote, *ranks.processes], flush=True)
 ranks.call_all_now("stuck")

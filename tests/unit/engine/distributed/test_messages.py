@@ -27,7 +27,7 @@ def test_messages_arrive_whole_and_in_order(ends):
 
 def test_who_takes_nothing_is_given_up(ends):
     ours, theirs = ends
-    ours.give_up_after(0.05)
+    ours.set_send_timeout(0.05)
     ours.send(CallResult(1, "taken"))
     with pytest.raises(OSError, match="temporarily unavailable"):
         ours.send(CallResult(2, b"x" * (3 << 20)))

@@ -76,7 +76,7 @@ class Adapted:
         """Shapes of the factors, by name."""
         return {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
 
-    def fresh(self, seed: int) -> Factors:
+    def init_factors(self, seed: int) -> Factors:
         """Factors that change nothing yet: A is uniform within ±1/√inputs, as in peft, and B is zero (Hu et al. 2021, §4.1)."""
         factors: Factors = {}
         for name, shape in sorted(self.shapes.items()):

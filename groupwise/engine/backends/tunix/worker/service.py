@@ -230,7 +230,7 @@ class Service:
         mesh = self._scope.enter_context(_make_mesh(order.mesh))  # Tunix's layers read the current mesh
         model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
-        factors = adapted.fresh(order.seed)
+        factors = adapted.init_factors(order.seed)
         if order.start is not None:
             factors = adapted.read(Path(order.start))
         self._sampler = Sampler(adapted, factors, order.slots, order.key_length)
