@@ -208,7 +208,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         assert not under_way
         discard(learner)
 
-    together, steps = RankLearner._together, []
+    together, steps = RankLearner._call_together, []
 
     async def interrupted(self, calls):
         if calls[0][1] == "learner.forward_backward":

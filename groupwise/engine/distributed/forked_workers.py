@@ -155,7 +155,7 @@ class ForkedWorkers(WorkerCalls):
                 raise RunError(f"The model workers cannot be started: {error}") from error
         try:
             self._output = Output(process, "model workers")
-            self._listen()
+            self._listen_to_ranks()
         finally:
             self._control.end()
             # It ends by itself. If it is still making the hosted object, or hangs, it is killed.
@@ -169,7 +169,7 @@ class ForkedWorkers(WorkerCalls):
         ending, words = describe_exit(process.returncode), self._output.last_words()
         return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
 
-    def _listen(self) -> None:
+    def _listen_to_ranks(self) -> None:
         """Receive messages until the zygote's connection ends."""
         self._selector.register(self._control, selectors.EVENT_READ, self._control)
         while True:

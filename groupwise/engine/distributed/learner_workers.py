@@ -60,7 +60,7 @@ class LearnerWorkers(SpawnedWorkers):
 
     # --- run by the thread -----------------------------------------------------------------------
 
-    def _start_processes(self) -> None:
+    def _launch_workers(self) -> None:
         self._rendezvous_socket = socket.create_server((self._host, 0))
         if self._launch is not None:
             self._call_socket = socket.create_server((self._host, 0))

@@ -101,11 +101,11 @@ class CallServer:
                 message = self._channel.receive()
                 if isinstance(message, Shutdown):
                     os._exit(0)
-                self._loop.call_soon_threadsafe(self._handle_message, message)
+                self._loop.call_soon_threadsafe(self._dispatch_message, message)
         finally:
             os._exit(1)
 
-    def _handle_message(self, message: Call | Cancel) -> None:
+    def _dispatch_message(self, message: Call | Cancel) -> None:
         if isinstance(message, Call):
             task = self._tasks[message.number] = asyncio.create_task(self._run_call(message))
             task.add_done_callback(lambda _: self._tasks.pop(message.number))

@@ -96,7 +96,7 @@ class SamplerWorkers(SpawnedWorkers):
 
     # --- run by the thread -----------------------------------------------------------------------
 
-    def _start_processes(self) -> None:
+    def _launch_workers(self) -> None:
         for rank in range(self.count):
             self._start_rank(rank)
 

@@ -118,7 +118,7 @@ class SpawnedWorkers(WorkerCalls):
 
     # --- defined by the subclasses ----------------------------------------------------------------
 
-    def _start_processes(self) -> None:
+    def _launch_workers(self) -> None:
         """Start the processes."""
         raise NotImplementedError
 
@@ -146,14 +146,14 @@ class SpawnedWorkers(WorkerCalls):
     # --- run by the thread -----------------------------------------------------------------------
 
     def _run_thread(self) -> None:
-        reason = end_reason_of(self._listen)
+        reason = end_reason_of(self._listen_to_ranks)
         self._end_all()
         self._fail_all(reason)
 
-    def _listen(self) -> RunError:
+    def _listen_to_ranks(self) -> RunError:
         """Start the processes and listen until they must end; returns the reason."""
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._start_processes()
+        self._launch_workers()
         while True:
             heard: set[int] = set()
             for key, _ in self._selector.select(self._look_every):

@@ -68,12 +68,12 @@ class TransformersEngine:
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
     ) -> list[MicroBatch | PackedBatch]:
         """See `LearnerEngine.cut`."""
-        return self._paths(gradient=gradient).cut(rows, max_tokens)
+        return self._paths_for(gradient=gradient).cut(rows, max_tokens)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `LearnerEngine.acting`."""
-        paths = self._paths(gradient=gradient)
+        paths = self._paths_for(gradient=gradient)
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
@@ -99,7 +99,7 @@ class TransformersEngine:
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
         """See `LearnerEngine.keep_step`."""
 
-    def _paths(self, *, gradient: bool) -> Paths:
+    def _paths_for(self, *, gradient: bool) -> Paths:
         """Without a gradient nothing is recomputed, so prompts can be shared even with gradient checkpointing."""
         return self.paths if gradient else replace(self.paths, sharing=self._sharing)
 

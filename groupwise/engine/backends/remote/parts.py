@@ -237,17 +237,17 @@ class RemoteSampler:
         publication = self._published.get(policy.path)
         if publication is not None and publication.stamp == stamp_of(Path(policy.path)):
             try:
-                return await self._load(policy, publication.remote_folder)
+                return await self._load_policy(policy, publication.remote_folder)
             except UsageError:  # the server no longer keeps that folder
                 del self._published[policy.path]
         sent = self._session.new_folder("policy")
         await self._session.upload(weight_files(Path(policy.path)), sent)
         try:
-            await self._load(policy, sent)
+            await self._load_policy(policy, sent)
         finally:
             await self._session.forget(sent)
 
-    async def _load(self, policy: Policy, folder: str) -> None:
+    async def _load_policy(self, policy: Policy, folder: str) -> None:
         try:
             self._fingerprint = await self._session.call_in_thread(
                 Load(policy=replace(policy, path=folder))
@@ -325,7 +325,7 @@ class RemoteLearner(VerbLearner):
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""
-        self._session.now(self._load(Path(folder)))
+        self._session.now(self._load_state(Path(folder)))
 
     # --- within the session's thread --------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class RemoteLearner(VerbLearner):
         await self._fetch_files(remote_folder, folder)
         await self._session.forget(remote_folder)
 
-    async def _load(self, folder: Path) -> None:
+    async def _load_state(self, folder: Path) -> None:
         remote_folder = self._session.new_folder("state")
         await self._session.upload(weight_files(folder), remote_folder)
         await self._session.call_in_thread(LoadState(folder=remote_folder), ordered=True)

@@ -61,7 +61,7 @@ class PieceAttention(PaddedAttention):
         heads = self._heads(queries, keys, values)
         out_NJRD = out.view(len(out), *self._per_token)
         found_MLJRD = self.room(out_NJRD)
-        for piece in self._pieces():
+        for piece in self._attention_pieces():
             probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
             found_BQD = torch.bmm(probabilities_BQC, self._visible(heads.values_MJCD, piece))
             found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
@@ -79,7 +79,7 @@ class PieceAttention(PaddedAttention):
         heads = self._heads(queries, keys, values)
         d_out_MJRLD = self._by_head(d_out)
         d_queries_MLJRD = d_queries_MLHD.unflatten(2, self._per_token[:2])
-        pieces = [*self._pieces()]
+        pieces = [*self._attention_pieces()]
         if len(pieces) == 1:
             d_q_BQD, d_k_BCD, d_v_BCD = self._gradients(heads, d_out_MJRLD, pieces[0])
             d_queries_MLJRD.copy_(self._apart(d_q_BQD, pieces[0]))
@@ -119,7 +119,7 @@ class PieceAttention(PaddedAttention):
         shape = self.shape
         return shape.kv_heads, shape.queries_per_key, shape.head_size
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _attention_pieces(self) -> Iterator[Piece]:
         queries = _queries(self.shape, self.texts)
         scores = queries * self.shape.heads * (self.texts.prompt_length + self.length)
         texts = max(1, SCORES // scores)

@@ -191,12 +191,12 @@ class VllmSampler:
                 if server.ready == served.name:
                     return
                 try:
-                    await self._prepare(server, served)
+                    await self._prepare_server(server, served)
                 except EndpointError as error:
                     if error.status != 404 or attempt == ATTEMPTS - 1:
                         raise
 
-    async def _prepare(self, server: Server, served: Served) -> None:
+    async def _prepare_server(self, server: Server, served: Served) -> None:
         """Load the adapter into a server, and compare the server's log-probabilities with those of the weights here."""
         models = await list_models(server)
         base = models.get(self._base)
