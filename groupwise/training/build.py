@@ -637,7 +637,9 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- built here, or once in the zygote of ranks ---------------------------------------------------
 
 
-def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> WorkerCalls | WorkerState:
+def _build_now(
+    kind: Kind, config: AnyConfig, layout: Layout, **more: Any
+) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
@@ -651,7 +653,9 @@ def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Wo
     return ranks
 
 
-async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> WorkerCalls | WorkerState:
+async def _build(
+    kind: Kind, config: AnyConfig, layout: Layout, **more: Any
+) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     if layout.processes == 1:
         return _build_here(kind, config, layout, **more)
@@ -909,13 +913,13 @@ def _prepare_process(layout: Layout) -> None:
 def _replicas(layout: Layout, trained: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
-    from groupwise.engine.learner.fsdp import DividedCollective
+    from groupwise.engine.learner.fsdp import FsdpCollective
     from groupwise.engine.learner.replicas import Replicas
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return DividedCollective() if layout.parts > 1 else Collective()
+        return FsdpCollective() if layout.parts > 1 else Collective()
     return Replicas(layout.processes, [*trained.parameters().values()])
 
 

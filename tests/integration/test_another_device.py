@@ -112,10 +112,10 @@ def test_prompts_and_tokens_are_computed(device, name, dtype):
         engine = GraphEngine(weights.native(), weights, 8, 320, plainly)
         prompt = engine.prefill([3, 4, 5])
         assert prompt.logits_V.shape == (96,)
-        rows = [engine.begin(prompt) for _ in range(3)]
+        rows = [engine.add_row(prompt) for _ in range(3)]
         found = engine.decode([3, 4, 5])
         assert (found.device.type, found.shape) == (DEVICE.type, (3, 96))
-        engine.finish(rows[:1])
+        engine.remove_rows(rows[:1])
         engine.refresh()
         engine.reset()
 
@@ -126,7 +126,9 @@ def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, device, name, dtype,
     weights: Any = Adapted(device, name, dtype)
     with device.here():
         layout = torch_sampler.DecodeLayout(slots=8, key_length=320)
-        engine = torch_sampler._make_engine(weights, layout, native=True, enforce_eager=enforce_eager)
+        engine = torch_sampler._make_engine(
+            weights, layout, native=True, enforce_eager=enforce_eager
+        )
     assert isinstance(engine, GraphEngine)
     assert engine._record == (plainly if enforce_eager else "graphs")
 
@@ -153,7 +155,7 @@ def test_a_model_of_transformers_decodes(monkeypatch, device, name, dtype):
     weights = ServedModel(device.model(FAMILIES[name](), dtype))
     with device.here(answer=False), torch.inference_mode():
         engine = SlotEngine(weights, 8, 64)
-        engine.begin(engine.prefill([3, 4, 5]))
+        engine.add_row(engine.prefill([3, 4, 5]))
         assert engine.decode([3]).shape == (1, 96)
         engine.reset()
 

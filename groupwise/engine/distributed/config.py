@@ -80,12 +80,12 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
         )
     processes, threads = learners + samplers, config.run.threads
     if processes > 1 and threads is not None and threads < processes:
-        counted = [
+        settings = [
             f"distributed.learners is {learners}",
             *[f"distributed.samplers is {samplers}"][:samplers],
         ]
         yield Conflict(
-            f"{' and '.join(counted)}, but run.threads is {threads}: the threads are those of all processes together, and each needs one. "
+            f"{' and '.join(settings)}, but run.threads is {threads}: the threads are those of all processes together, and each needs one. "
             f"Set run.threads to {processes} or more, or leave it out.",
             ("distributed.learners", *["distributed.samplers"][:samplers], "run.threads"),
         )

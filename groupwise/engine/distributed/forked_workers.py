@@ -185,7 +185,9 @@ class ForkedWorkers(WorkerCalls):
                 for message in messages:
                     self._handle_message(message)
 
-    def _handle_message(self, message: Ready | RankEnded | CallResult | CallFailure | LogRecordMessage) -> None:
+    def _handle_message(
+        self, message: Ready | RankEnded | CallResult | CallFailure | LogRecordMessage
+    ) -> None:
         match message:
             case Ready(processes):
                 self.processes = processes
@@ -194,7 +196,7 @@ class ForkedWorkers(WorkerCalls):
                 settle(self._ready)
             case RankEnded(rank, code):
                 assert self._output is not None
-                who = f"Model worker {rank + 1} of {self.count}"
-                self._fail_and_end(RunError(f"{who} ended: {describe_exit(code)} {RESUME}"))
+                worker = f"Model worker {rank + 1} of {self.count}"
+                self._fail_and_end(RunError(f"{worker} ended: {describe_exit(code)} {RESUME}"))
             case _:
                 self._settle_call(message)

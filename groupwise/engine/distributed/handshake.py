@@ -57,12 +57,12 @@ class Seal:
     def open(self, frame: bytes) -> memoryview:
         """Verify the next frame and return its message. Raises BrokenSeal."""
         self.opened += 1
-        seen = memoryview(frame)
+        view = memoryview(frame)
         if not hmac.compare_digest(
-            seen[:_CODE], _seal_code(self.theirs, self.opened, seen[_CODE:])
+            view[:_CODE], _seal_code(self.theirs, self.opened, view[_CODE:])
         ):
             raise BrokenSeal("what came is not what the other end has sent")
-        return seen[_CODE:]
+        return view[_CODE:]
 
 
 def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
@@ -94,7 +94,8 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
     connection.sendall(_handshake_code(secret, b"first", challenge))
     connection.settimeout(None)
     return int(nonce[:_RANK]), Seal(
-        _handshake_code(secret, b"to rank", challenge), _handshake_code(secret, b"to first", challenge)
+        _handshake_code(secret, b"to rank", challenge),
+        _handshake_code(secret, b"to first", challenge),
     )
 
 
@@ -112,7 +113,10 @@ def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
             "what was called is not the first process of this job: it does not know the secret"
         )
     connection.settimeout(None)
-    return Seal(_handshake_code(secret, b"to first", challenge), _handshake_code(secret, b"to rank", challenge))
+    return Seal(
+        _handshake_code(secret, b"to first", challenge),
+        _handshake_code(secret, b"to rank", challenge),
+    )
 
 
 def _handshake_code(secret: bytes, use: bytes, challenge: bytes) -> bytes:

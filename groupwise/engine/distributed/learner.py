@@ -98,7 +98,9 @@ class RankLearner:
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the ranks' weights differ."""
         same_in_all("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
-        self._ranks.call_each_now(self._first_rank_calls("learner.save", (folder,), "learner.attend_save"))
+        self._ranks.call_each_now(
+            self._first_rank_calls("learner.save", (folder,), "learner.attend_save")
+        )
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`. Each rank reads the files."""
@@ -113,7 +115,9 @@ class RankLearner:
         finally:
             self._ranks.call_each_now([(0, "end_trace", ())])
 
-    def _first_rank_calls(self, name: str, arguments: tuple[Any, ...], other_name: str) -> list[RankCall]:
+    def _first_rank_calls(
+        self, name: str, arguments: tuple[Any, ...], other_name: str
+    ) -> list[RankCall]:
         """A call of the first rank, and the calls of `other_name` that the other ranks answer at the same time."""
         other_ranks = range(1, self._ranks.count)
         return [(0, name, arguments), *((rank, other_name, ()) for rank in other_ranks)]

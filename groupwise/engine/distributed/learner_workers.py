@@ -49,11 +49,17 @@ class LearnerWorkers(SpawnedWorkers):
         self._secret = None if launch is None else secret_of_attempt()
         self._token = "" if self._secret else secrets.token_hex(_TOKEN_DIGITS // 2)
 
-    def _start_call(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+    def _start_call(
+        self, rank: int, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[int, Future[Any]]:
         if name in _LOADS and self._launch is not None and self._launch.elsewhere(rank):
             (source,) = arguments
             folder = Path(getattr(source, "path", source))
-            files = [file for file in folder.iterdir() if file.suffix in _SENT_SUFFIXES and file.is_file()]
+            files = [
+                file
+                for file in folder.iterdir()
+                if file.suffix in _SENT_SUFFIXES and file.is_file()
+            ]
             contents = {file.name: file.read_bytes() for file in files}
             name, arguments = "load_sent", (name, source, contents)
         return super()._start_call(rank, name, arguments)
@@ -113,11 +119,13 @@ class LearnerWorkers(SpawnedWorkers):
         return PeerSetup(rank, self.count, self._setup, meeting, calls, sends_log=rank == 0), handed
 
     def _handle_disconnect(self, rank: int) -> WorkerLostError:
-        who = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"
+        worker = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"
         if rank not in self._started:
-            return WorkerLostError(f"{who}, or its machine, which torchrun's log tells. {RESUME}")
+            return WorkerLostError(
+                f"{worker}, or its machine, which torchrun's log tells. {RESUME}"
+            )
         code, words = self._reap(rank)
-        return WorkerLostError(f"{who}: {describe_exit(code)} {RESUME}{words}")
+        return WorkerLostError(f"{worker}: {describe_exit(code)} {RESUME}{words}")
 
     def _end_all(self) -> None:
         super()._end_all()

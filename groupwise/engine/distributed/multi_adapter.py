@@ -103,15 +103,17 @@ class Model:
         self._host = host
         self._dropped = False
 
-    async def call(self, what: str, *arguments: Any, droppable: bool = False) -> Any:
+    async def call(self, method_path: str, *arguments: Any, droppable: bool = False) -> Any:
         """Call a part of the model, such as `learner.update`; see `ModelHost`."""
         self._refuse_if_dropped()
-        return await self._host.call("of_model", self.name, what, *arguments, droppable=droppable)
+        return await self._host.call(
+            "of_model", self.name, method_path, *arguments, droppable=droppable
+        )
 
-    def call_now(self, what: str, *arguments: Any) -> Any:
+    def call_now(self, method_path: str, *arguments: Any) -> Any:
         """Like `call`, for code that is not async."""
         self._refuse_if_dropped()
-        return self._host.call_now("of_model", self.name, what, *arguments)
+        return self._host.call_now("of_model", self.name, method_path, *arguments)
 
     async def drop(self) -> None:
         """Refuse further calls, and free the model's memory when its running calls have ended."""
@@ -211,27 +213,27 @@ class ModelParts:
 
 
 class Models:
-    """Registry of the models over one base; holds at most `most` of them."""
+    """Registry of the models over one base; holds at most `max_models` of them."""
 
     def __init__(
         self,
         hosts: Sequence[ModelHost],
-        most: int,
+        max_models: int,
         stop_token_ids: tuple[int, ...],
-        first: str | None = None,
+        base_name: str | None = None,
     ) -> None:
-        """`first`: the model that the base was loaded with. It counts towards `most`, and all hosts compute it."""
+        """`base_name`: the model that the base was loaded with. It counts towards `max_models`, and all hosts compute it."""
         self._hosts = tuple(hosts)
-        self._most = most
+        self._max_models = max_models
         self._stop_token_ids = stop_token_ids
-        self._first = first
+        self._base_name = base_name
         self._models: dict[str, tuple[Model, int]] = {}
         self._next = 0
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all models, the oldest first."""
-        return (*((self._first,) if self._first is not None else ()), *self._models)
+        return (*((self._base_name,) if self._base_name is not None else ()), *self._models)
 
     async def add(self, name: str, new: NewModel) -> ModelParts:
         """Add a model with its own learner and sampler; the other models are not disturbed.
@@ -241,9 +243,9 @@ class Models:
         """
         if name in self.names:
             raise UsageError(f"There is a model {name} already; {self._there_are()}.")
-        if len(self.names) >= self._most:
+        if len(self.names) >= self._max_models:
             raise UsageError(
-                f"The model {name} would be one more than the {self._most} that may be in memory at once; {self._there_are()}. "
+                f"The model {name} would be one more than the {self._max_models} that may be in memory at once; {self._there_are()}. "
                 "Drop one that is not needed any more (what was saved of it can be loaded again), or let there be more "
                 "(max_models): each takes memory for its adapter, its optimiser and what it samples."
             )

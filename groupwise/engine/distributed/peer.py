@@ -76,9 +76,9 @@ def run_torchrun_rank(launch: TorchrunRank) -> NoReturn:
     os._exit(status)
 
 
-def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
+def _call_first_rank(address: list[str], rank: int) -> MessageChannel:
     """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
-    host, port, *token = announced
+    host, port, *token = address
     secret = secret_of_attempt()
     if secret is None and not token:
         raise UsageError(

@@ -33,7 +33,9 @@ from groupwise.engine.distributed.messages import (
 )
 
 
-def run_rank(rank: int, hosted: Any, channel: MessageChannel, zygote: int, log_level: int) -> NoReturn:
+def run_rank(
+    rank: int, hosted: Any, channel: MessageChannel, zygote: int, log_level: int
+) -> NoReturn:
     """Act as a rank until the connection ends. Only rank 0 sends the package's log; the others would log the same."""
     try:
         signal_when_parent_ends(signal.SIGKILL, zygote)
@@ -63,17 +65,19 @@ class _LogSender(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        plain = copy.copy(record)
-        plain.msg, plain.args = self.format(record), None
-        plain.exc_info = plain.exc_text = plain.stack_info = None
+        formatted = copy.copy(record)
+        formatted.msg, formatted.args = self.format(record), None
+        formatted.exc_info = formatted.exc_text = formatted.stack_info = None
         with suppress(OSError):  # the main process is gone
-            self._channel.send(LogRecordMessage(plain))
+            self._channel.send(LogRecordMessage(formatted))
 
 
 class CallServer:
     """Receives calls for the hosted object and runs each as a task."""
 
-    def __init__(self, hosted: Any, channel: MessageChannel, heartbeat: float | None = None) -> None:
+    def __init__(
+        self, hosted: Any, channel: MessageChannel, heartbeat: float | None = None
+    ) -> None:
         """`heartbeat`: seconds between two `Heartbeat` messages, as `PeerSetup.heartbeat_interval`."""
         self._hosted = hosted
         self._channel = channel

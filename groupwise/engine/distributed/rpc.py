@@ -139,7 +139,9 @@ class WorkerCalls:
     def _begin_call(self) -> None:
         """Called before a call is sent; subclasses override it."""
 
-    def _start_call(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+    def _start_call(
+        self, rank: int, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
         self._begin_call()
         try:
@@ -220,11 +222,11 @@ def _log_record(record: logging.LogRecord) -> None:
         logging.Handler().handleError(record)
 
 
-def same_in_all(what: str, values: Sequence[str]) -> str:
+def same_in_all(name: str, values: Sequence[str]) -> str:
     """The value that all ranks report. Raises RunError, with `what` as the value's name, if they differ."""
     if len(set(values)) > 1:
         raise RunError(
-            f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(values)}. "
+            f"The model workers have come apart: {name} should be the same in all of them, and are {', '.join(values)}. "
             f"Please report this. {RESUME}"
         )
     return values[0]

@@ -82,8 +82,8 @@ class RankSampler:
 
     def _deal(self) -> None:
         tickets, self._waiting = self._waiting, []
-        dealt = deal([len(ticket.request.seeds) for ticket in tickets], self._loads)
-        for ticket, shares in zip(tickets, dealt, strict=True):
+        shares_by_ticket = deal([len(ticket.request.seeds) for ticket in tickets], self._loads)
+        for ticket, shares in zip(tickets, shares_by_ticket, strict=True):
             if ticket.dealt.cancelled():
                 continue
             ticket.shares = shares
@@ -136,7 +136,9 @@ class RankWitness:
         plain: bool = False,
     ) -> list[float]:
         """See `Knows.logprobs`."""
-        return self._call_witness("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
+        return self._call_witness(
+            "logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain
+        )
 
-    def _call_witness(self, what: str, *arguments: Any) -> Any:
-        return self._ranks.call_each_now([(0, f"witness.{what}", arguments)])[0]
+    def _call_witness(self, method: str, *arguments: Any) -> Any:
+        return self._ranks.call_each_now([(0, f"witness.{method}", arguments)])[0]

@@ -72,7 +72,9 @@ class SamplerWorkers(SpawnedWorkers):
         self._ends: Counter[int] = Counter()
         """Number of times that each sampler ended since it last drew a completion."""
 
-    def _start_call(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+    def _start_call(
+        self, rank: int, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
         self._begin_call()
         call = Call(number, name, arguments)
@@ -103,7 +105,9 @@ class SamplerWorkers(SpawnedWorkers):
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._setup is not None
         tells = self._tells and rank == 0
-        return PeerSetup(rank, self.count, self._setup, None, sends_log=tells, heartbeat_interval=self._beat), []
+        return PeerSetup(
+            rank, self.count, self._setup, None, sends_log=tells, heartbeat_interval=self._beat
+        ), []
 
     def _send_setup(self, rank: int, channel: MessageChannel) -> None:
         """See `SpawnedWorkers._send_setup`. Sending holds the lock that replacing a sampler needs, so it must not block for ever."""
@@ -182,7 +186,9 @@ class SamplerWorkers(SpawnedWorkers):
         self._silent[rank] = 0
         with self._replacement_lock:
             self._available.discard(rank)
-            self._catching_up = {number: other for number, other in self._catching_up.items() if other != rank}
+            self._catching_up = {
+                number: other for number, other in self._catching_up.items() if other != rank
+            }
             channel = self._by_rank[rank]
             self._selector.unregister(channel)
             channel.close()
@@ -191,16 +197,16 @@ class SamplerWorkers(SpawnedWorkers):
             os.killpg(self._started[rank].pid, signal.SIGKILL)
         code, words = self._reap(rank)
         self._ends[rank] += 1
-        who = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
+        worker = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
         cause = hangs or describe_exit(code)
         if self._ends[rank] == MOST_ENDS:
             return RunError(
-                f"{who} {MOST_ENDS} times without having drawn anything in between, at last so: {cause} Another one would end "
+                f"{worker} {MOST_ENDS} times without having drawn anything in between, at last so: {cause} Another one would end "
                 f"likewise. {RESUME}{words}"
             )
         logger.warning(
             "%s: %s Another one takes its place, and draws again what was not finished%s",
-            who,
+            worker,
             cause,
             words,
         )

@@ -78,7 +78,9 @@ def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in (_cut_evenly(rows, groups, ranks) if uneven else shares)]
 
 
-def _cut_evenly(rows: Sequence[Row], groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+def _cut_evenly(
+    rows: Sequence[Row], groups: Sequence[Sequence[int]], ranks: int
+) -> list[list[int]]:
     """Lay the groups end to end and cut them into stretches of equal cost, even within a group."""
     order = [index for members in groups for index in members]
     firsts = {members[0] for members in groups}

@@ -32,13 +32,19 @@ from groupwise.engine.distributed.messages import (
     Ready,
     Setup,
 )
-from groupwise.engine.distributed.rpc import ENVIRONMENT, WorkerCalls, end_reason_of, settle, make_setup
+from groupwise.engine.distributed.rpc import (
+    ENVIRONMENT,
+    WorkerCalls,
+    end_reason_of,
+    settle,
+    make_setup,
+)
 from groupwise.engine.distributed.torchrun import gpu_of
 
 LOCALHOST = "127.0.0.1"
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
-_LAST_WORDS = 1.0
+_EXIT_SECONDS = 1.0
 """Seconds that a process may take to exit after its connection has ended."""
 
 RankMessage = Ready | CallResult | CallFailure | LogRecordMessage | Heartbeat
@@ -229,7 +235,7 @@ class SpawnedWorkers(WorkerCalls):
         """Exit code and last output of a process that was started here and whose connection has ended."""
         process = self._started[rank]
         with suppress(TimeoutExpired):
-            process.wait(_LAST_WORDS)
+            process.wait(_EXIT_SECONDS)
         return process.returncode, self._outputs[rank].last_words()
 
     def _end_all(self) -> None:

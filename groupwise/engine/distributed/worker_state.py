@@ -96,13 +96,13 @@ class WorkerState:
         """Remove an added model; see `groupwise.engine.distributed.multi_adapter.Models.drop`."""
         await self._require_adapter_host().drop(name)
 
-    async def of_model(self, name: str, what: str, *arguments: Any) -> Any:
+    async def of_model(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Call a part of an added model, such as `learner.update`."""
-        return await self._require_adapter_host().call(name, what, *arguments)
+        return await self._require_adapter_host().call(name, method_path, *arguments)
 
-    def of_model_now(self, name: str, what: str, *arguments: Any) -> Any:
+    def of_model_now(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Like `of_model`, for code that is not async."""
-        return self._require_adapter_host().call_now(name, what, *arguments)
+        return self._require_adapter_host().call_now(name, method_path, *arguments)
 
     async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
         """See `groupwise.engine.models.lora.layer_kinds`."""
@@ -195,30 +195,30 @@ class AdapterHost:
 
     async def drop(self, name: str) -> None:
         """Remove a model when all its calls have ended. The caller makes no further calls of it."""
-        standing = self._models.pop(name, None)
-        if standing is None:
+        model = self._models.pop(name, None)
+        if model is None:
             raise _unknown_model(name, self._models)
-        standing.dropped = True
-        if standing.running_calls:
-            await standing.removed.wait()
+        model.dropped = True
+        if model.running_calls:
+            await model.removed.wait()
         else:
-            self._remove(standing)
+            self._remove(model)
 
-    async def call(self, name: str, what: str, *arguments: Any) -> Any:
+    async def call(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Call a part of a model, such as `learner.update`."""
-        standing = self._find(name)
-        standing.running_calls += 1
+        model = self._find(name)
+        model.running_calls += 1
         try:
-            value = _call_model(standing, what, arguments)
+            value = _call_model(model, method_path, arguments)
             return await value if inspect.isawaitable(value) else value
         finally:
-            standing.running_calls -= 1
-            if standing.dropped and not standing.running_calls:
-                self._remove(standing)
+            model.running_calls -= 1
+            if model.dropped and not model.running_calls:
+                self._remove(model)
 
-    def call_now(self, name: str, what: str, *arguments: Any) -> Any:
+    def call_now(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Like `call`, for code that is not async."""
-        return _call_model(self._find(name), what, arguments)
+        return _call_model(self._find(name), method_path, arguments)
 
     def layer_kinds(self) -> dict[str, tuple[str, ...]]:
         """See `groupwise.engine.models.lora.layer_kinds`."""
@@ -229,14 +229,14 @@ class AdapterHost:
             raise _unknown_model(name, self._models)
         return self._models[name]
 
-    def _remove(self, standing: _HostedModel) -> None:
-        standing.trained.remove()
-        standing.served.remove()
-        standing.removed.set()
+    def _remove(self, model: _HostedModel) -> None:
+        model.trained.remove()
+        model.served.remove()
+        model.removed.set()
 
 
-def _call_model(standing: _HostedModel, what: str, arguments: tuple[Any, ...]) -> Any:
-    attribute = attrgetter(what)(standing)
+def _call_model(model: _HostedModel, method_path: str, arguments: tuple[Any, ...]) -> Any:
+    attribute = attrgetter(method_path)(model)
     return attribute(*arguments) if callable(attribute) else attribute
 
 

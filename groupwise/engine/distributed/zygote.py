@@ -61,9 +61,9 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     ranks = _fork_ranks(hosted, channel, channels, setup.log_level)
     threading.Thread(target=_kill_at_end, args=(channel, ranks), daemon=True).start()
     channel.send(Ready(ranks))
-    first, status = os.wait()  # when the first rank ends, all are ended
+    ended_rank, status = os.wait()  # when the first rank ends, all are ended
     with suppress(OSError):  # the main process is gone
-        channel.send(RankEnded(ranks.index(first), os.waitstatus_to_exitcode(status)))
+        channel.send(RankEnded(ranks.index(ended_rank), os.waitstatus_to_exitcode(status)))
     _kill(ranks)
     with suppress(ChildProcessError):
         while True:

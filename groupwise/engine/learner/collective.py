@@ -34,7 +34,9 @@ _stores: list[Any] = []
 """Keeps stores alive as long as the process: the first rank's serves the others."""
 
 
-def join_process_group(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
+def join_process_group(
+    rank: int, count: int, host: str, port: int, device: str, listening: int | None
+) -> None:
     """Join the process group at host and port. `listening` is the descriptor of the first rank's socket, which already listens there."""
     options: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
     store = dist.TCPStore(host, port, count, listening is not None, RENDEZVOUS_TIMEOUT, **options)
@@ -85,7 +87,8 @@ class Collective:
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
         gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in parameters
         ]
         flat_N = torch.cat([gradient.flatten().to(_NUMBER) for gradient in gradients])
         flags = [float(parameter.grad is not None) for parameter in parameters]

@@ -47,7 +47,7 @@ class ForwardOutputs:
     """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
 
 
-PLAIN = ForwardOutputs()
+DEFAULT_OUTPUTS = ForwardOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Paths:
     """Rows of different prompts are computed one after another in one sequence."""
     sharing: bool
     """A prompt is computed once for all its completions."""
-    outputs: ForwardOutputs = PLAIN
+    outputs: ForwardOutputs = DEFAULT_OUTPUTS
 
     def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
@@ -84,7 +84,9 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
     return Paths(packing=exact, sharing=sharing)
 
 
-def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
+def shared_prompt(
+    decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> Forward:
     """Compute the prompt once, then all its completions as a batch."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -103,7 +105,9 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs =
     return _at_tokens(decoder, batch.rows, hidden_BTH[_real_tokens(batch.rows, device)], outputs)
 
 
-def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
+def whole_rows(
+    decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> Forward:
     """Compute each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
@@ -117,7 +121,9 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PL
     return _at_tokens(decoder, batch.rows, real, outputs)
 
 
-def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
+def packed_rows(
+    decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> Forward:
     """Compute rows one after another in sequences: positions start at 0 in each row, and no row attends to another."""
     device = decoder.device
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
@@ -132,8 +138,8 @@ def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = 
         positions_SL[span] = torch.arange(len(tokens))
         owners_SL[span] = number
         # The hidden state before the first completion token predicts it.
-        first = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
-        token_indices.append(torch.arange(len(row.completion_ids), device=device) + first)
+        first_index = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
+        token_indices.append(torch.arange(len(row.completion_ids), device=device) + first_index)
     hidden_SLH = decoder.hidden(
         ids_SL.to(device), positions_SL.to(device), blocks(owners_SL.to(device)), None
     )
@@ -155,14 +161,18 @@ def packing_is_exact(decoder: Decoder) -> bool:
     """
     rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
     packed = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
-    alone = [PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)]
+    single_batches = [
+        PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)
+    ]
     with torch.no_grad():
-        together = packed_rows(decoder, packed).logprobs_BT
-        apart = [packed_rows(decoder, batch).logprobs_BT for batch in alone]
-    close = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
+        packed_logprobs = packed_rows(decoder, packed).logprobs_BT
+        single_logprobs = [packed_rows(decoder, batch).logprobs_BT for batch in single_batches]
+    margin = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
     return all(
-        torch.allclose(together[number, : logprobs.shape[1]], logprobs[0], rtol=close, atol=close)
-        for number, logprobs in enumerate(apart)
+        torch.allclose(
+            packed_logprobs[number, : logprobs.shape[1]], logprobs[0], rtol=margin, atol=margin
+        )
+        for number, logprobs in enumerate(single_logprobs)
     )
 
 
@@ -212,7 +222,7 @@ class Targets:
     temperatures_N: Tensor
     withheld_X2: Tensor | None
     """Pairs of an index in N and a token id that could not be drawn there."""
-    outputs: ForwardOutputs = PLAIN
+    outputs: ForwardOutputs = DEFAULT_OUTPUTS
 
     def part(self, start: int, end: int) -> Targets:
         """The targets from `start` to `end`, with indices counted from `start`."""
@@ -242,14 +252,20 @@ class QueriedTokens:
         return Forward(
             empty_BT.masked_scatter(places_BT, numbers.logprobs_N),
             empty_BT.masked_scatter(places_BT, numbers.entropies_N),
-            None if numbers.right_N is None else wrong_BT.masked_scatter(places_BT, numbers.right_N),
+            None
+            if numbers.right_N is None
+            else wrong_BT.masked_scatter(places_BT, numbers.right_N),
         )
 
 
-def query_tokens(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device) -> QueriedTokens:
+def query_tokens(
+    rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device
+) -> QueriedTokens:
     """The completion tokens for which `outputs` wants numbers."""
     real_BT = _real_tokens(rows, device)
-    places_BT = _pad_rows([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
+    places_BT = (
+        _pad_rows([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
+    )
     if not places_BT.any():  # backward needs some token, even if the gradient is 0
         places_BT = real_BT
     among_A = places_BT[real_BT]

@@ -44,7 +44,7 @@ Numbers = tuple[Tensor, Tensor, Tensor | None]
 """The fields of a `Forward` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
 
 
-class DividedEngine:
+class FsdpEngine:
     """A `groupwise.engine.learner.engine.LearnerEngine` that divides a model's weights among the learners of the process group.
 
     All learners create it at the same time, and then make the same calls in the same order.
@@ -73,14 +73,14 @@ class DividedEngine:
         if references:
             self._engine.reference()  # creates its decoder, which runs the model, while it is whole
         for model in (policy, *references):
-            _divide(model, mesh, weights.undivided())
+            _shard_model(model, mesh, weights.undivided())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """See `LearnerEngine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""
         batches = self._engine.cut(rows, max_tokens, gradient=gradient) if rows else []
-        most = torch.tensor(len(batches), device=self._weights.model.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        self._left = int(most) - len(batches)
+        max_batches = torch.tensor(len(batches), device=self._weights.model.device)
+        dist.all_reduce(max_batches, dist.ReduceOp.MAX)
+        self._left = int(max_batches) - len(batches)
         return batches
 
     @contextmanager
@@ -104,7 +104,7 @@ class DividedEngine:
         self._left = 0
 
 
-class DividedCollective(Collective):
+class FsdpCollective(Collective):
     """Like `Collective`, but FSDP has already summed the gradients of divided weights in the backward pass."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -114,9 +114,13 @@ class DividedCollective(Collective):
             super().sum_gradients(undivided)
 
 
-def _divide(model: PreTrainedModel, mesh: DeviceMesh, undivided: Sequence[nn.Parameter]) -> None:
+def _shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, undivided: Sequence[nn.Parameter]
+) -> None:
     """Keep only this learner's part of each weight, except those that stay `whole`, which move to its device."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise ModelError(
             f"distributed.strategy is fsdp2, but nothing says which modules of a {model.config.model_type} model are its layers, so that "

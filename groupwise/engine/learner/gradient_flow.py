@@ -54,7 +54,10 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
             ways: list[Compute] = [by_module]
             if native is not None:
                 by_engine = native_ways(native, path)
-                ways = [by_engine["sampler"], by_module if weights.dropout else by_engine["learner"]]
+                ways = [
+                    by_engine["sampler"],
+                    by_module if weights.dropout else by_engine["learner"],
+                ]
             before = adapted.low_rank(weights.name)[path]
             generator = torch.Generator().manual_seed(0)
             up_OR = before.up_OR

@@ -30,20 +30,20 @@ from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret, por
 
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
-BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
+STARTED_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
 """Environment variable with the path of the file that signals srun's tasks to end; it is set only in these tasks."""
 TERM_FILE = ".groupwise-told"
 """Name of that file, in the working folder, which all nodes share."""
 RENDEZVOUS_TIMEOUT = 1800
 """Seconds that the first machine waits for the others: they may first have to install their environments."""
-SAVING = 50
+SAVE_SECONDS = 50
 """Seconds that processes have after TERM to save; the launcher that placed the job kills them after 60."""
-OTHERS_PATIENCE = 60
+OTHERS_TIMEOUT = 60
 """Seconds that srun gives the other machines after the first of them has ended."""
 NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
 """Environment variables: number of machines, host of the first one, file with the command for the others. `jobs/hosts/ray_gang.py` uses
 the same names."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two reads of other machines' output, or of the file that signals the end."""
 EX_USAGE = 64
 
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     meeting = read_meeting(os.environ)
-    if BEGUN_BY_SRUN in os.environ:
-        Thread(target=end_when_told, args=[Path(os.environ[BEGUN_BY_SRUN])], daemon=True).start()
+    if STARTED_BY_SRUN in os.environ:
+        Thread(target=end_when_told, args=[Path(os.environ[STARTED_BY_SRUN])], daemon=True).start()
     if meeting is None and ORDER in os.environ:
         sys.exit(run_on_ray(os.environ, arguments, options.processes, options.command))
     if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:
@@ -91,10 +91,10 @@ def run_on_all_nodes(count: int, arguments: Sequence[str]) -> int:
     step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     if cores := os.environ.get(CORES):  # srun does not inherit it from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
-    ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
+    ends = (f"--wait={OTHERS_TIMEOUT}", "--export=ALL")
     term_file = Path(TERM_FILE).absolute()
     term_file.write_text("")
-    os.environ[BEGUN_BY_SRUN] = str(term_file)
+    os.environ[STARTED_BY_SRUN] = str(term_file)
     os.environ[KEY_FILE] = write_secret()
     numbers = (signal.SIGTERM, signal.SIGINT)  # INT: if the command was typed by hand
     handlers = {
@@ -114,7 +114,7 @@ def end_when_told(path: Path) -> None:
         with suppress(OSError):  # of a network disk; the next read may succeed
             if path.read_text():
                 break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -143,10 +143,10 @@ def run_on_ray(
     repeater = OutputRepeater([Path(f"{path}.{rank}.log") for rank in range(1, count)])
     try:
         # Renamed into place, so no other machine reads half a file; readable by this user alone.
-        new = path.with_name(f"{path.name}.new")
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        temporary = path.with_name(f"{path.name}.new")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(json.dumps(order).encode())
-        new.rename(path)
+        temporary.rename(path)
         meeting = read_meeting({**environment, **variables})
         assert meeting is not None, "the variables say it"
         return run(meeting, processes, command)
@@ -172,7 +172,7 @@ class OutputRepeater:
 
     def _follow(self) -> None:
         while True:
-            over = self._over.wait(LOOK_SECONDS)
+            over = self._over.wait(POLL_SECONDS)
             for path, offset in self._printed.items():
                 data = b""
                 with suppress(OSError), path.open("rb") as file:  # it may not exist yet
@@ -187,7 +187,7 @@ class OutputRepeater:
 
 def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
     """This machine's rank and the rendezvous address from the environment; None if it has none."""
-    if BEGUN_BY_SRUN in environment:
+    if STARTED_BY_SRUN in environment:
         name = environment.get("GROUPWISE_ATTEMPT") or f"slurm.{environment['SLURM_JOB_ID']}"
         return Meeting(
             int(environment["SLURM_NODEID"]),
@@ -219,7 +219,7 @@ def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
         f"--master-port={meeting.port}",
         f"--rdzv-id={meeting.name}",
         f"--rdzv-conf=timeout={RENDEZVOUS_TIMEOUT}",
-        f"--shutdown-timeout={SAVING}",
+        f"--shutdown-timeout={SAVE_SECONDS}",
         "--no-python",
         *command,
     ]

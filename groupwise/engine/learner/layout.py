@@ -128,9 +128,9 @@ def microbatches(
         while longest_first:
             width = max(1, len(rows[longest_first[0]].completion_ids))
             count = max(1, (max_tokens - per_batch) // (width + per_row))
-            taken, longest_first = longest_first[:count], longest_first[count:]
+            indices, longest_first = longest_first[:count], longest_first[count:]
             batches.append(
-                MicroBatch(prompt_ids, tuple(rows[index] for index in taken), tuple(taken))
+                MicroBatch(prompt_ids, tuple(rows[index] for index in indices), tuple(indices))
             )
     return batches
 
@@ -145,26 +145,26 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
     batches: list[PackedBatch] = []
     while remaining:
         length = _row_tokens(rows[remaining[0]])
-        most = max(1, max_tokens // length)
+        max_sequences = max(1, max_tokens // length)
         filled: list[int] = []  # tokens of each sequence
-        placed: dict[int, tuple[int, int]] = {}
+        positions: dict[int, tuple[int, int]] = {}
         order, remaining = remaining, []
         for index in order:
             needed = _row_tokens(rows[index])
             fits = (number for number, used in enumerate(filled) if used + needed <= length)
             sequence = next(fits, len(filled))
-            if sequence == most:
+            if sequence == max_sequences:
                 remaining.append(index)
                 continue
             if sequence == len(filled):
                 filled.append(0)
-            placed[index] = (sequence, filled[sequence])
+            positions[index] = (sequence, filled[sequence])
             filled[sequence] += needed
         batches.append(
             PackedBatch(
-                tuple(rows[index] for index in placed),
-                tuple(placed),
-                tuple(placed.values()),
+                tuple(rows[index] for index in positions),
+                tuple(positions),
+                tuple(positions.values()),
                 (len(filled), length),
             )
         )

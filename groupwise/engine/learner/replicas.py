@@ -1,7 +1,7 @@
 """Adds up the gradients of one run's learners in several processes of this machine, in shared memory.
 
 The processes are forks of one that had made the learner and its `Replicas`. Each computes the gradient of its own rows and writes it into
-its place in the shared memory. When all have, each adds up all places in the same order. So all have the same sum to the bit and make the
+its slot in the shared memory. When all have, each adds up all slots in the same order. So all have the same sum to the bit and make the
 same update, and the weights, which are never sent, stay equal. They wait for each other on sockets: these close when a process ends, and
 waiting on them uses no CPU time.
 """
@@ -33,7 +33,7 @@ class GradientSum(Protocol):
 
 
 class Replicas:
-    """The places of `count` learners that train the same parameters, given in the same order by all."""
+    """The slots of `count` learners that train the same parameters, given in the same order by all."""
 
     def __init__(self, count: int, parameters: Sequence[nn.Parameter]) -> None:
         """Create it before the fork."""
@@ -49,12 +49,12 @@ class Replicas:
         self._barrier = _Barrier(count)
 
     def join(self, rank: int) -> None:
-        """Take a place; called once in each process after the fork."""
+        """Take a slot; called once in each process after the fork."""
         self.rank = rank
         self._barrier.join(rank)
 
     def leave(self) -> None:
-        """Close the sockets of all places in the parent process: kept open, they would hide the end of a fork from the other forks."""
+        """Close the sockets of all slots in the parent process: kept open, they would hide the end of a fork from the other forks."""
         self._barrier.leave()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -75,7 +75,7 @@ class Replicas:
         for other_N in self._gradients_CN[1:]:
             total_N += other_N
         present_P = self._present_CP.amax(0).tolist()
-        self._barrier.wait()  # all have read, so the places may be overwritten
+        self._barrier.wait()  # all have read, so the slots may be overwritten
         parts = total_N.split(self._sizes)
         for parameter, present, part in zip(parameters, present_P, parts, strict=True):
             parameter.grad = part.view_as(parameter) if present else None
@@ -108,7 +108,11 @@ class _Barrier:
 
     def wait(self) -> None:
         """Return when all processes have called it."""
-        steps = (self._await_others, self._notify_others) if self._first else (self._notify_others, self._await_others)
+        steps = (
+            (self._await_others, self._notify_others)
+            if self._first
+            else (self._notify_others, self._await_others)
+        )
         try:
             for step in steps:
                 step()

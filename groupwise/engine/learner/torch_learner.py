@@ -34,8 +34,8 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
-from groupwise.engine.learner.forward import PLAIN, Forward, ForwardOutputs
-from groupwise.engine.learner.fsdp import DividedEngine
+from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, Forward, ForwardOutputs
+from groupwise.engine.learner.fsdp import FsdpEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.replicas import GradientSum
@@ -113,12 +113,12 @@ class TorchLearner:
         outputs = ForwardOutputs(
             loss_function.needs_entropy_gradient, loss_function.needs_accuracy, trained_only=True
         )
-        seen: list[tuple[Batch, Tensor]] = []
-        self._trained = (rows, seen)
+        logprobs_by_batch: list[tuple[Batch, Tensor]] = []
+        self._trained = (rows, logprobs_by_batch)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
             result, logprobs_BT = self._backward(batch, outputs, loss_function, denominators)
             _add_sums(sums, result)
-            seen.append((batch, logprobs_BT))
+            logprobs_by_batch.append((batch, logprobs_BT))
             if not self._divided:  # divided learners must stay in the same order
                 device = self._weights.model.device
                 devices = [] if device.type == "cpu" else [device]
@@ -195,7 +195,9 @@ class TorchLearner:
         """See `groupwise.core.types.Learner.predictions`."""
         forwards = self._forwards(rows, outputs=ForwardOutputs(accuracy=True))
         logprobs = _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
-        right = _by_row(rows, ((batch, cast("Tensor", forward.right_BT)) for batch, forward in forwards))
+        right = _by_row(
+            rows, ((batch, cast("Tensor", forward.right_BT)) for batch, forward in forwards)
+        )
         return [Prediction(*pair) for pair in zip(logprobs, right, strict=True)]
 
     async def measure(
@@ -212,7 +214,10 @@ class TorchLearner:
 
     @memory_explained("computing log-probabilities")
     def _forwards(
-        self, rows: Sequence[Row], role: PolicyRole = "policy", outputs: ForwardOutputs = PLAIN
+        self,
+        rows: Sequence[Row],
+        role: PolicyRole = "policy",
+        outputs: ForwardOutputs = DEFAULT_OUTPUTS,
     ) -> list[tuple[Batch, Forward]]:
         """Every micro-batch with its outputs, computed without gradient and dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
@@ -309,7 +314,7 @@ def _make_engine(
     divide_on: str | None,
 ) -> LearnerEngine:
     if divide_on is not None:
-        return DividedEngine(
+        return FsdpEngine(
             weights, divide_on, packing=packing, gradient_checkpointing=gradient_checkpointing
         )
     model = weights.native() if native else None

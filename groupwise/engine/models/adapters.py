@@ -152,8 +152,8 @@ def starting_config(
 
 def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
     """Restrict the adapter to the text part of a model with several parts, here and in the file that peft loads elsewhere."""
-    described = read_model_config(model)
-    if described.get_text_config() is described:
+    hf_config = read_model_config(model)
+    if hf_config.get_text_config() is hf_config:
         return
     base = hollow_model(model)
     text = next(path for path, part in base.named_modules() if part is base.get_decoder())
@@ -182,7 +182,11 @@ def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> 
     """Warn if an adapter names another model as its base."""
     named = config.base_model_name_or_path
     base_names = {base_name(model), model.name, resolve(model).location}
-    if named and named not in base_names and _resolved_path(named) not in map(_resolved_path, base_names):
+    if (
+        named
+        and named not in base_names
+        and _resolved_path(named) not in map(_resolved_path, base_names)
+    ):
         logger.warning(
             "the adapter %s names %s as its base, but model.name is %s: on another base it means nothing",
             folder,

@@ -74,12 +74,12 @@ def model_card(
         copied = "adapter" if config["model"].get("adapter") else "name"
         settings["model"] = {**config["model"], copied: lineage[-1]["policy"]}
     kind = facts.get("kind", "rl")
-    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
-    what = "A low-rank adapter for" if adapter else "A model made from"
+    method = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
+    title = "A low-rank adapter for" if adapter else "A model made from"
     paragraphs = [
         _yaml_header(config, facts, base, adapter=adapter),
         f"# {_escape_markdown(run.name)}",
-        f"{what} {_inline_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps.",
+        f"{title} {_inline_code(base)}, trained by {method} on {_trained_on(facts)} for {steps} steps.",
         *_lineage_lines(config, facts),
         *_result_sections(results or {}),
         *_evaluation_sections([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
@@ -91,7 +91,10 @@ def model_card(
     ]
     # The run's packages may differ from those installed here; runs of earlier versions recorded none.
     if used := facts.get("packages"):
-        versions = [_escape_markdown(f"{package} {' and '.join(package_versions)}") for package, package_versions in used.items()]
+        versions = [
+            _escape_markdown(f"{package} {' and '.join(package_versions)}")
+            for package, package_versions in used.items()
+        ]
         paragraphs.append(f"Made with {', '.join(versions)}.")
     return "\n\n".join(paragraphs) + "\n"
 
@@ -156,7 +159,11 @@ def _yaml_header(
 def _trained_on(facts: Mapping[str, Any]) -> str:
     """The task, or the dataset if the run recorded one as its task's name (`task_facts`)."""
     dataset = facts.get("dataset")
-    return _inline_code(_without_path(dataset)) if dataset else f"the task {_inline_code(facts.get('task'))}"
+    return (
+        _inline_code(_without_path(dataset))
+        if dataset
+        else f"the task {_inline_code(facts.get('task'))}"
+    )
 
 
 def _lineage_lines(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
@@ -202,7 +209,10 @@ def _evaluation_sections(evaluations: list[tuple[str, Mapping[str, float]]]) -> 
     if evaluations:
         yield "## Evaluations on the way"
         names = list(dict.fromkeys(name for _, metrics in evaluations for name in metrics))
-        rows = [[name, *(_format_number(metrics.get(name)) for _, metrics in evaluations)] for name in names]
+        rows = [
+            [name, *(_format_number(metrics.get(name)) for _, metrics in evaluations)]
+            for name in names
+        ]
         yield _markdown_table(["", *(title for title, _ in evaluations)], rows)
 
 
@@ -234,7 +244,9 @@ def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.{DIGITS}g}"
 
 
-def _loading_example(config: Mapping[str, Any], base: str, location: WeightsLocation, *, adapter: bool) -> str:
+def _loading_example(
+    config: Mapping[str, Any], base: str, location: WeightsLocation, *, adapter: bool
+) -> str:
     """Example code. It runs unchanged if the files and the base can be found by the names in it."""
     if location.file is not None:
         return f"`{location.file}` is a model for llama.cpp: `llama-cli -m {location.file}`."
@@ -267,7 +279,9 @@ def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     sources_text = ", ".join(_inline_code(_without_path(source)) for source in sources if source)
     weights: Mapping[str, float] = facts.get("rewards") or {}
     rewards = ", ".join(
-        f"{_inline_code(name)} (weight {_format_number(weight)})" for name, weight in weights.items() if weight
+        f"{_inline_code(name)} (weight {_format_number(weight)})"
+        for name, weight in weights.items()
+        if weight
     )
     origin = f", from {sources_text}" if sources_text else ""
     return f"Data: {examples}{origin}{f', rewarded by {rewards}' if rewards else ''}. The config:"

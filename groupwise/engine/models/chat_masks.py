@@ -98,7 +98,9 @@ def mask_text(tokenizer: Any, text: str) -> MaskedRow:
     return MaskedRow(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
-def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool) -> MaskedRow:
+def mask_completion(
+    tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool
+) -> MaskedRow:
     """A completion and its end token after a prompt, both text; `train_prompt` trains the prompt too."""
     prompt_tokens = prompt_ids(tokenizer, prompt)
     completion_tokens = _tokens_after(
@@ -108,7 +110,9 @@ def mask_completion(tokenizer: Any, prompt: str, completion: str, *, train_promp
         _with_end_token(tokenizer, prompt + completion),
     )
     mask = (int(train_prompt),) * len(prompt_tokens) + (1,) * len(completion_tokens)
-    return MaskedRow(prompt_tokens + completion_tokens, mask, ends=_count_end(tokenizer, completion_tokens))
+    return MaskedRow(
+        prompt_tokens + completion_tokens, mask, ends=_count_end(tokenizer, completion_tokens)
+    )
 
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
@@ -142,7 +146,11 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     opening = text_ids(tokenizer, asked_text)
     turn_text = _tokens_after(tokenizer, asked_text, opening, full_text)
     stripped = _without_space_after_end(tokenizer, full_text)
-    closed = turn_text if stripped == full_text else _tokens_after(tokenizer, asked_text, opening, stripped)
+    closed = (
+        turn_text
+        if stripped == full_text
+        else _tokens_after(tokenizer, asked_text, opening, stripped)
+    )
     end = len(closed) if turn_text[: len(closed)] == closed else len(turn_text)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(turn_text) - end)
     return MaskedRow(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
@@ -162,9 +170,13 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
     _, marker, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not marker:
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
-    full_text = asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
+    full_text = (
+        asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
+    )
     opening = text_ids(tokenizer, asked_text)
-    tail = _tokens_after(tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text))
+    tail = _tokens_after(
+        tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text)
+    )
     return MaskedRow(
         opening + tail, (0,) * len(opening) + (1,) * len(tail), _count_end(tokenizer, tail)
     )
@@ -203,7 +215,9 @@ def _render_turns(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
-def _tokens_after(tokenizer: Any, prefix: str, opening: tuple[int, ...], text: str) -> tuple[int, ...]:
+def _tokens_after(
+    tokenizer: Any, prefix: str, opening: tuple[int, ...], text: str
+) -> tuple[int, ...]:
     """The tokens of `text` after `prefix`, whose tokens are `opening`.
 
     If tokenising the whole text would merge characters across the border, the two parts are tokenised separately, because the model is

@@ -107,7 +107,7 @@ def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
     return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
 
 
-def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
+def apply(tokenizer: Any, chat: Chat, **options: Any) -> Any:
     """Call `apply_chat_template` on all messages. Raises Refused if the template refuses them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
@@ -117,7 +117,7 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
             for message in messages
         ]
     try:
-        if not how.get("tokenize"):
+        if not options.get("tokenize"):
             messages = [
                 break_control_tokens(tokenizer, message, of_tool=message.get("role") in OF_TOOLS)
                 for message in messages
@@ -127,7 +127,7 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
             messages, arguments["chat_template"] = written_calls(
                 tokenizer, messages, template, arguments
             )
-        return tokenizer.apply_chat_template(messages, **arguments, **how)
+        return tokenizer.apply_chat_template(messages, **arguments, **options)
     except (
         Exception
     ) as error:  # a template is a program by the model's authors and may raise anything
@@ -192,10 +192,12 @@ def missing_turn_warning(tokenizer: Any, prompt: Prompt) -> str | None:
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
     """Explains why a chat template could not render messages: invalid Unicode, a broken template, or messages that it refuses."""
     texts = (str(value) for message in messages for value in message.values())
-    odd = next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)
-    if odd is not None:
+    surrogate = next(
+        (char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None
+    )
+    if surrogate is not None:
         return (
-            f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
+            f"a message has the character {surrogate!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
             "text anew where it comes from."
         )
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)

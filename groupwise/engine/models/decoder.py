@@ -139,7 +139,10 @@ class Decoder:
             near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
             mask = sliding = self._attention_mask(mask_B1TK & near_B1TK)
             if self.layer_types is not None:
-                mask = {"full_attention": self._attention_mask(mask_B1TK), "sliding_attention": sliding}
+                mask = {
+                    "full_attention": self._attention_mask(mask_B1TK),
+                    "sliding_attention": sliding,
+                }
         output = self.body(
             input_ids=ids_BT,
             position_ids=positions_BT,
@@ -174,7 +177,9 @@ class Decoder:
         expected = self.model(input_ids=ids).logits.float()
         positions = torch.arange(3, device=self.device)[None]
         ours = self.logits(self.hidden(ids, positions, causal_mask(3, 0, self.device), None)[0])
-        if not torch.allclose(ours, expected[0], rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
+        if not torch.allclose(
+            ours, expected[0], rtol=2e-2, atol=2e-2 * float(expected.abs().max())
+        ):
             raise ModelError(
                 f"The output head of {self.config.model_type!r} does more than this version knows: our logits differ "
                 f"from the model's own by {float((ours - expected[0]).abs().max()):.3g}."

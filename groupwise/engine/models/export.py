@@ -71,7 +71,9 @@ def write_merged(
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> ExportResult:
     """Write a model whose weights were all trained, in the requested number format; see `write_merged`."""
     config = ModelConfig(name=str(weights))
-    return _write_model(load_model(config, "float32"), _export_dtype(read_model_config(config), dtype), into)
+    return _write_model(
+        load_model(config, "float32"), _export_dtype(read_model_config(config), dtype), into
+    )
 
 
 def stored_tokenizer(folder: Path) -> Any:

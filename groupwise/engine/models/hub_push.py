@@ -85,7 +85,11 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
             _refuse_public(api, target)
             remote_files = _branch_files(api, target) or {}
             artefact = None if run is None else run / FINAL
-            if not (artefact is not None and artefact.is_dir() and _same_contents(artefact, remote_files)):
+            if not (
+                artefact is not None
+                and artefact.is_dir()
+                and _same_contents(artefact, remote_files)
+            ):
                 _commit_to_replace(api, target, remote_files, run)
     except _UploadRefused as refused:
         raise UsageError(str(refused)) from refused
@@ -118,10 +122,12 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
         remote_files = _branch_files(api, target)
         if remote_files is None:
             # Branch from the first commit, which is usually empty; if it holds files, the upload may replace them.
-            first = api.list_repo_commits(target.repo_id)[-1].commit_id
+            first_commit = api.list_repo_commits(target.repo_id)[-1].commit_id
             if run is not None:
-                _note_commit(run, target, first)
-            api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
+                _note_commit(run, target, first_commit)
+            api.create_branch(
+                target.repo_id, branch=target.revision, revision=first_commit, exist_ok=True
+            )
             remote_files = {}
         if not remote_files or not _same_contents(folder, remote_files):
             parent = _commit_to_replace(api, target, remote_files, run)
@@ -163,16 +169,18 @@ def _refuse_public(api: Any, target: Target) -> None:
         )
 
 
-def _commit_to_replace(api: Any, target: Target, remote_files: dict[str, Any], run: Path | None) -> str | None:
+def _commit_to_replace(
+    api: Any, target: Target, remote_files: dict[str, Any], run: Path | None
+) -> str | None:
     """The commit that the upload must replace; None if it may replace any. Raises _UploadRefused if the branch holds files of another origin."""
     if not remote_files or target.overwrite:
         return None
     own_commit = None if run is None else _own_commits(run).get(str(target))
     if own_commit is None or _head_commit(api, target) != own_commit:
         names = sorted(remote_files)
-        more = f" and {len(names) - 4} more" if names[4:] else ""
+        suffix = f" and {len(names) - 4} more" if names[4:] else ""
         raise _UploadRefused(
-            f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
+            f"{target} on the hub holds other files ({', '.join(names[:4])}{suffix}), and may not be overwritten. Name another revision, "
             "or set overwrite: true: the branch's history keeps what is there."
         )
     return own_commit
@@ -212,10 +220,10 @@ def _may_write(api: Any, repo_id: str) -> bool:
 
     validate_repo_id(repo_id)
     owner = repo_id.rpartition("/")[0]
-    who = api.whoami()
-    if who.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise LocalTokenNotFoundError(f"the token of {who['name']} may only read.")
-    owners = [who["name"], *(org["name"] for org in who.get("orgs", ()))]
+    user = api.whoami()
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise LocalTokenNotFoundError(f"the token of {user['name']} may only read.")
+    owners = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
     try:
         if owner:
             api.auth_check(repo_id, write=True)
@@ -224,7 +232,7 @@ def _may_write(api: Any, repo_id: str) -> bool:
         if owner in owners:
             return False
     raise LocalTokenNotFoundError(
-        f"there is no such repository, and {who['name']} cannot make it: give OWNER/NAME with one of {', '.join(owners)} as OWNER."
+        f"there is no such repository, and {user['name']} cannot make it: give OWNER/NAME with one of {', '.join(owners)} as OWNER."
     )
 
 
@@ -233,19 +241,21 @@ def _branch_files(api: Any, target: Target) -> dict[str, Any] | None:
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
-        listed = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
+        entries = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
     except RevisionNotFoundError:
         return None
     return {
         entry.path: entry
-        for entry in listed
+        for entry in entries
         if hasattr(entry, "blob_id") and entry.path not in MADE_BY_THE_HUB
     }
 
 
 def _same_contents(folder: Path, remote_files: dict[str, Any]) -> bool:
     local_files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return local_files.keys() == remote_files.keys() and all(_same_file(local_files[name], remote_files[name]) for name in local_files)
+    return local_files.keys() == remote_files.keys() and all(
+        _same_file(local_files[name], remote_files[name]) for name in local_files
+    )
 
 
 def _same_file(file: Path, entry: Any) -> bool:

@@ -34,8 +34,8 @@ def identity(config: ModelConfig) -> str:
     digest = hashlib.sha256()
     if resolved.local:
         folder = Path(resolved.location)
-        described = read_json(folder / "config.json")
-        lasting = {key: value for key, value in described.items() if key not in WANDERING}
+        hf_config = read_json(folder / "config.json")
+        lasting = {key: value for key, value in hf_config.items() if key not in WANDERING}
         digest.update(json.dumps(lasting, sort_keys=True).encode())
         is_full = (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file()
         files = model_files(folder) if is_full else sorted(folder.glob("pytorch_model*.bin"))
@@ -43,7 +43,9 @@ def identity(config: ModelConfig) -> str:
             _add_file(digest, path)
     else:
         with quiet(), explaining_errors(config, resolved, "model"):
-            config_file = hf_hub_download(resolved.location, "config.json", revision=resolved.revision)
+            config_file = hf_hub_download(
+                resolved.location, "config.json", revision=resolved.revision
+            )
         commit = Path(config_file).parent.name  # …/snapshots/<commit>/config.json
         digest.update(f"{resolved.location}@{commit}".encode())
     if config.adapter is not None:

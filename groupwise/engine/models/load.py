@@ -59,18 +59,18 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
 
 def described_text(config: ModelConfig) -> dict[str, Any]:
     """The config of the model's text part as JSON, with transformers' defaults for its type."""
-    described = read_model_config(config)
-    text = json.loads(described.get_text_config().to_json_string(use_diff=False))
+    hf_config = read_model_config(config)
+    text = json.loads(hf_config.get_text_config().to_json_string(use_diff=False))
     # Only the whole model's config states whether the head is tied to the embedding.
-    return {**text, "tie_word_embeddings": getattr(described, "tie_word_embeddings", False)}
+    return {**text, "tie_word_embeddings": getattr(hf_config, "tie_word_embeddings", False)}
 
 
 def hollow_model(config: ModelConfig) -> PreTrainedModel:
     """The model without storage for its weights (on the meta device), for names, shapes and counts."""
-    described = read_model_config(config)
+    hf_config = read_model_config(config)
     with torch.device("meta"), quiet(), explaining_errors(config, resolve(config), "model"):
         return AutoModelForCausalLM.from_config(
-            described, trust_remote_code=config.trust_remote_code
+            hf_config, trust_remote_code=config.trust_remote_code
         )
 
 

@@ -133,8 +133,8 @@ class AdaptedModel:
                 parameter.requires_grad_(trainable)
                 if ".lora_A." in key:
                     bound = 1 / math.sqrt(parameter.shape[1])
-                    drawn = torch.rand(parameter.shape, generator=generator) * 2 - 1
-                    parameter.copy_(drawn * bound)
+                    values = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(values * bound)
                 else:
                     parameter.zero_()
 
@@ -226,14 +226,14 @@ class AdaptedModel:
             targets = config.target_modules
             targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
             paths = [f".{path}" for path in changed if path not in unsupported]
-            idle = [
+            unmatched = [
                 target
                 for target in targets_given
                 if not any(path.endswith(f".{target}") for path in paths)
             ]
-            if unsupported or idle or not paths:  # not plain linear, or ignored by peft
-                wrong = ", ".join(unsupported[:4] or idle) or "none was found"
-                raise ValueError(f"an adapter needs linear layers ({wrong})")
+            if unsupported or unmatched or not paths:  # not plain linear, or ignored by peft
+                names = ", ".join(unsupported[:4] or unmatched) or "none was found"
+                raise ValueError(f"an adapter needs linear layers ({names})")
         except ValueError as error:
             self.remove(name)
             raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
@@ -246,7 +246,9 @@ class AdaptedModel:
         """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
         vars(self.base).pop("peft_config", None)
         modules = self._adapted_modules()
-        self.layers = {path: module for path, module in modules if isinstance(module, ExactLoraLinear)}
+        self.layers = {
+            path: module for path, module in modules if isinstance(module, ExactLoraLinear)
+        }
 
     def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
         return [
@@ -401,8 +403,8 @@ def no_target(base: PreTrainedModel, problem: str) -> str:
 def _name_list(title: str, items: list[str]) -> str:
     if not items:
         return ""
-    more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
-    return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + more
+    suffix = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
+    return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + suffix
 
 
 def _to_json(value: Any) -> Any:

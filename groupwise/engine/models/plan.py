@@ -202,14 +202,14 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
     )
-    described = _text_config(config)
+    text_config = _text_config(config)
     return Counts(
-        sizes=sizes_of(described),
+        sizes=sizes_of(text_config),
         parameters=parameters,
         trained=trained,
         linear=linear,
         native=refusal(model) is None,
-        in_bfloat16=described.dtype == torch.bfloat16,
+        in_bfloat16=text_config.dtype == torch.bfloat16,
         dropout=dropout,
     )
 

@@ -56,10 +56,10 @@ def resolve(config: ModelConfig) -> ResolvedModel:
     if path.is_dir():
         if not (path / "config.json").is_file():
             if (path / "adapter_config.json").is_file():
-                described = json.loads((path / "adapter_config.json").read_text())
+                adapter_config = json.loads((path / "adapter_config.json").read_text())
                 raise ModelError(
                     f"model.name: {path} holds an adapter, not a model. Give its base as model.name "
-                    f"({described.get('base_model_name_or_path')!r} is what it names) and the folder as model.adapter."
+                    f"({adapter_config.get('base_model_name_or_path')!r} is what it names) and the folder as model.adapter."
                 )
             files = sorted(entry.name for entry in path.iterdir())[:8]
             raise ModelError(

@@ -33,10 +33,10 @@ def prompt_ids(
                 "template is applied. Give the prompt as a list of chat messages, or leave the column out."
             )
         ids = text_ids(tokenizer, prompt)
-        first: int | None = tokenizer.bos_token_id
-        if first is not None and ids[:1] != (first,):
-            adds_first = tokenizer("")["input_ids"][:1] == [first]
-            ids = (first, *ids) if adds_first else ids
+        bos: int | None = tokenizer.bos_token_id
+        if bos is not None and ids[:1] != (bos,):
+            adds_first = tokenizer("")["input_ids"][:1] == [bos]
+            ids = (bos, *ids) if adds_first else ids
     else:
         chat = Chat(prompt, tools, template_kwargs or {})
         text = prompt_text(tokenizer, chat)

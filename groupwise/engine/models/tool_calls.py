@@ -50,7 +50,9 @@ def written_calls(
         if as_json is None:
             if ways:
                 break
-            candidate, probe = ([_calls_as_text(message) for message in group] for group in (candidate, probe))
+            candidate, probe = (
+                [_calls_as_text(message) for message in group] for group in (candidate, probe)
+            )
         try:
             rendered = tokenizer.apply_chat_template(
                 probe, **{**arguments, "chat_template": text}, tokenize=False

@@ -234,14 +234,14 @@ class SamplerConfig(Strict):
                 ("engine", "url", "vllm_python"),
             )
         keys = OWN_KEYS
-        why = "without vllm_python: only a server that the run starts is told it"
+        reason = "without vllm_python: only a server that the run starts is told it"
         if self.vllm_python is not None:
             keys = ("url", "served_model", "adapter_folder", "api_key_env")
-            why = "beside vllm_python, whose server is this run's own"
+            reason = "beside vllm_python, whose server is this run's own"
         for key in keys:
             if getattr(self, key) != SamplerConfig.model_fields[key].default:
                 yield Conflict(
-                    f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")
+                    f"{key} has no effect {reason}. Leave one of them out.", (key, "vllm_python")
                 )
         if len(set(self.urls)) < len(self.urls):
             yield Conflict(

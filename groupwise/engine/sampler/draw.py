@@ -66,7 +66,9 @@ def draw_tokens(
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
 
 
-def _search_tokens(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:
+def _search_tokens(
+    weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int
+) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
     # Rounding may raise a target to its total, beyond the last token that has weight: stay just below.
     targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
@@ -118,25 +120,29 @@ def truncate(
     that request the rule use the result: a row's last bits do not depend on the others.
     """
     truncations: list[Truncation | None] = [
-        (row_params.top_k, row_params.top_p, row_params.min_p) if row_params is not None and row_params.truncates else None
+        (row_params.top_k, row_params.top_p, row_params.min_p)
+        if row_params is not None and row_params.truncates
+        else None
         for row_params in params
     ]
     divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
     for kind in dict.fromkeys(truncation for truncation in truncations if truncation is not None):
-        concerned_S = torch.tensor([truncation == kind for truncation in truncations], device=logits_SV.device)
-        kept_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
+        concerned_S = torch.tensor(
+            [truncation == kind for truncation in truncations], device=logits_SV.device
+        )
+        truncated_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
         top_k, top_p, min_p = kind
         if top_k is not None:
-            floor_S1 = _top_logits(kept_SV, top_k)[:, -1:]
-            kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
+            floor_S1 = _top_logits(truncated_SV, top_k)[:, -1:]
+            truncated_SV = truncated_SV.masked_fill(truncated_SV < floor_S1, -math.inf)
         if top_p is not None:
-            floor_S1 = _nucleus(kept_SV, top_p, concerned_S)
-            kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
+            floor_S1 = _nucleus(truncated_SV, top_p, concerned_S)
+            truncated_SV = truncated_SV.masked_fill(truncated_SV < floor_S1, -math.inf)
         if min_p is not None:
-            floor_S1 = kept_SV.amax(-1, keepdim=True) + math.log(min_p)
-            kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
-        left_out_SV = torch.isneginf(kept_SV) & concerned_S[:, None]
-        logits_SV = logits_SV.masked_fill(left_out_SV, -math.inf)
+            floor_S1 = truncated_SV.amax(-1, keepdim=True) + math.log(min_p)
+            truncated_SV = truncated_SV.masked_fill(truncated_SV < floor_S1, -math.inf)
+        excluded_SV = torch.isneginf(truncated_SV) & concerned_S[:, None]
+        logits_SV = logits_SV.masked_fill(excluded_SV, -math.inf)
     return logits_SV
 
 

@@ -59,11 +59,11 @@ class DecodeEngine(Protocol):
         """Compute several prompts, on a GPU together; each gets the same bits as if computed alone."""
         ...
 
-    def begin(self, prompt: Prompt) -> DecodeRow:
+    def add_row(self, prompt: Prompt) -> DecodeRow:
         """Add a row; the order of `rows` may change."""
         ...
 
-    def finish(self, rows: Sequence[DecodeRow]) -> None:
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
         """Remove these rows; the order of the others may change."""
         ...
 
@@ -118,8 +118,8 @@ class SlotEngine:
         """See `DecodeEngine.prefill_all`."""
         return [self.prefill(ids) for ids in texts]
 
-    def begin(self, prompt: Prompt) -> DecodeRow:
-        """See `DecodeEngine.begin`."""
+    def add_row(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.add_row`."""
         assert isinstance(prompt, CachedPrompt)
         occupied = {row.slot for row in self.rows}
         row = DecodeRow(prompt, slot=next(n for n in range(self._slots) if n not in occupied))
@@ -128,8 +128,8 @@ class SlotEngine:
         self.rows.append(row)
         return row
 
-    def finish(self, rows: Sequence[DecodeRow]) -> None:
-        """See `DecodeEngine.finish`."""
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.remove_rows`."""
         self.rows = [row for row in self.rows if row not in rows]
 
     def decode(self, tokens: Sequence[int]) -> Tensor:

@@ -183,7 +183,9 @@ class QueuedSampler(ABC):
         params = member.ticket.request.params
         if not math.isfinite(logprob):
             member.finish_reason = "stop"  # its group fails, see `_deliver_if_finished`
-        elif token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._decode_text):
+        elif token in params.stop_token_ids or ends_with_stop(
+            member.token_ids, params, self._decode_text
+        ):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
@@ -215,7 +217,9 @@ def draw_members(
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
     temperatures = [1.0 if row_params is None else row_params.temperature for row_params in params]
-    temperatures_N = torch.tensor([temperature and max(temperature, COLDEST) for temperature in temperatures])
+    temperatures_N = torch.tensor(
+        [temperature and max(temperature, COLDEST) for temperature in temperatures]
+    )
     logits_NV = without_early_stops(logits_NV, params, lengths)
     logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(

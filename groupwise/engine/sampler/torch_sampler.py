@@ -80,7 +80,7 @@ class TorchSampler(QueuedSampler):
         self._engine.refresh()
 
     def _finish_rows(self, rows: list[DecodeRow]) -> None:
-        self._engine.finish(rows)
+        self._engine.remove_rows(rows)
         for row in rows:
             del self._members[row]
 
@@ -95,22 +95,28 @@ class TorchSampler(QueuedSampler):
 
     def _start_members(self, members: list[Member]) -> None:
         """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it."""
-        tickets = [*dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)]
+        tickets = [
+            *dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)
+        ]
         new_prompts = self._engine.prefill_all([ticket.request.prompt_ids for ticket in tickets])
         for ticket, prompt in zip(tickets, new_prompts, strict=True):
             ticket.prompt = prompt
         prompts = [member.ticket.prompt for member in members]
-        self._draw_tokens(members, torch.stack([prompt.logits_V for prompt in prompts if prompt is not None]))
+        self._draw_tokens(
+            members, torch.stack([prompt.logits_V for prompt in prompts if prompt is not None])
+        )
         for member, prompt in zip(members, prompts, strict=True):
             if member.finish_reason is None and prompt is not None:
-                self._members[self._engine.begin(prompt)] = member
+                self._members[self._engine.add_row(prompt)] = member
             else:
                 self._deliver_if_finished(member.ticket)
 
     def _decode_one_token(self) -> None:
         rows = self._engine.rows
         members = [self._members[row] for row in rows]
-        self._draw_tokens(members, self._engine.decode([member.token_ids[-1] for member in members]))
+        self._draw_tokens(
+            members, self._engine.decode([member.token_ids[-1] for member in members])
+        )
         finished = [
             (row, member)
             for row, member in zip(rows, members, strict=True)

@@ -119,7 +119,7 @@ def planned_layout(
         described=config_file.read_text(encoding="utf-8") if config_file.is_file() else None,
     )
     with RequestThread(url, transport=transport) as thread:
-        sent = thread.client.send(
+        request = thread.client.send(
             "POST",
             "/parts/plan",
             body=body.model_dump_json().encode(),
@@ -127,7 +127,7 @@ def planned_layout(
             patience=FIRST_PATIENCE,
         )
         try:
-            return read_answer(PlanAnswer, thread.now(sent)).layout
+            return read_answer(PlanAnswer, thread.now(request)).layout
         except (Refused, NoAnswer) as error:
             raise as_usage(error) from None
 
@@ -240,12 +240,12 @@ class RemoteSampler:
                 return await self._load_policy(policy, publication.remote_folder)
             except UsageError:  # the server no longer keeps that folder
                 del self._published[policy.path]
-        sent = self._session.new_folder("policy")
-        await self._session.upload(weight_files(Path(policy.path)), sent)
+        remote_folder = self._session.new_folder("policy")
+        await self._session.upload(weight_files(Path(policy.path)), remote_folder)
         try:
-            await self._load_policy(policy, sent)
+            await self._load_policy(policy, remote_folder)
         finally:
-            await self._session.forget(sent)
+            await self._session.forget(remote_folder)
 
     async def _load_policy(self, policy: Policy, folder: str) -> None:
         try:

@@ -135,16 +135,18 @@ class Session(RequestThread):
         if self._open:
             self._open = False
             with suppress(ClientError):  # the server then notices the missing heartbeat
-                self.now(self._send_request("DELETE", patience=LAST_PATIENCE, timeout=LAST_PATIENCE))
+                self.now(
+                    self._send_request("DELETE", patience=LAST_PATIENCE, timeout=LAST_PATIENCE)
+                )
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
         """Reserve the server's engine; parts of an earlier session of the same owner are ended. Raises UsageError if that is refused."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
-        sent = self._send_request("PUT", body=body, server_wait=60.0, patience=FIRST_PATIENCE)
+        request = self._send_request("PUT", body=body, server_wait=60.0, patience=FIRST_PATIENCE)
         self._open = True  # perhaps, even if waiting for the answer is cancelled
         try:
-            answer = read_answer(PartsAnswer, await self.run(sent))
+            answer = read_answer(PartsAnswer, await self.run(request))
         except (Refused, NoAnswer) as error:
             self._open = False
             raise as_usage(error) from None
@@ -152,16 +154,16 @@ class Session(RequestThread):
         self._beats = self.start(self._send_heartbeats(min(HEARTBEAT, answer.silence / 4)))
         return answer
 
-    async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    async def call(self, verb: AnyVerb, *, ordered: bool = False) -> Any:
         """Execute a verb in the parts. `ordered`: after all earlier ordered calls.
 
         Cancelling the wait cancels the call. Raises the server's error, and ClientError.
         """
-        return await self.run(self.call_in_thread(do, ordered=ordered))
+        return await self.run(self.call_in_thread(verb, ordered=ordered))
 
-    def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    def call_now(self, verb: AnyVerb, *, ordered: bool = False) -> Any:
         """Like `call`, for code that is not async."""
-        return self.now(self.call_in_thread(do, ordered=ordered))
+        return self.now(self.call_in_thread(verb, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
         """A new name for a folder of the session on the server."""
@@ -169,13 +171,13 @@ class Session(RequestThread):
 
     # --- within the thread ------------------------------------------------------------------------
 
-    async def call_in_thread(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    async def call_in_thread(self, verb: AnyVerb, *, ordered: bool = False) -> Any:
         """Like `call`, for code that already runs in the thread."""
         number, after = next(self._numbers), None
         if ordered:
             after, self._last = self._last, number
         path = f"/calls/{number}"
-        body = CallRequest(after=after, do=do).model_dump_json().encode()
+        body = CallRequest(after=after, do=verb).model_dump_json().encode()
 
         async def step(method: str, body: bytes | None = None) -> CallAnswer:
             query = {"wait": str(DEFAULT_CALL_WAIT)}
@@ -199,7 +201,7 @@ class Session(RequestThread):
         if answer.error is not None:
             raise _exception_of(answer.error.code, answer.error.message)
         if answer.state != "done":
-            raise RunError(f"The call {do.verb} to {self.client.connection.url} was given up.")
+            raise RunError(f"The call {verb.verb} to {self.client.connection.url} was given up.")
         return answer.result
 
     async def upload(self, files: Iterable[Path], folder: str) -> None:

@@ -105,7 +105,11 @@ def install(kind: Accelerator | None = None, *, anew: bool = False, say: bool = 
     with _exclusive_lock():
         target = kind or accelerator()
         record = _read_record()
-        if record and (record["requirements"], record["accelerator"]) == (_requirements_digest(), target) and not anew:
+        if (
+            record
+            and (record["requirements"], record["accelerator"]) == (_requirements_digest(), target)
+            and not anew
+        ):
             return _interpreter(record)
         folder = Path(tempfile.mkdtemp(prefix=f"{target}-", dir=home()))
         try:
@@ -113,7 +117,11 @@ def install(kind: Accelerator | None = None, *, anew: bool = False, say: bool = 
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        record = {"requirements": _requirements_digest(), "accelerator": target, "folder": folder.name}
+        record = {
+            "requirements": _requirements_digest(),
+            "accelerator": target,
+            "folder": folder.name,
+        }
         atomic_files.write_json(home() / MADE, record)
         for entry in home().iterdir():
             if entry.name in (MADE, LOCK, folder.name):
@@ -138,7 +146,7 @@ def _install_packages(folder: Path, kind: Accelerator, say: bool) -> None:
     else:
         raise UsageError("There is neither pip nor uv to install packages with.")
     words = [*installer, "-r", str(REQUIREMENTS), *EXTRAS[kind]]
-    done = subprocess.run(
+    result = subprocess.run(
         words,
         stdout=None if say else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -146,9 +154,9 @@ def _install_packages(folder: Path, kind: Accelerator, say: bool) -> None:
         check=False,
         env=own_environment(),
     )
-    if done.returncode:
+    if result.returncode:
         raise UsageError(
-            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{done.stderr[-2000:].strip()}"
+            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{result.stderr[-2000:].strip()}"
         )
 
 

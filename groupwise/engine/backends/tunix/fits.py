@@ -66,49 +66,51 @@ def check(order: Open) -> None:
     check_files(Path(order.model), order.text)
 
 
-def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
+def check_unread(hf_config: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
     """Run the checks that need no weights. `layers` are transformers' names of the layers that get an adapter."""
-    check_description(described)
-    check_mesh(described, mesh)
-    check_layers(described, layers)
+    check_description(hf_config)
+    check_mesh(hf_config, mesh)
+    check_layers(hf_config, layers)
 
 
 # --- the model's config ---------------------------------------------------------------------------
 
 
-def check_description(described: Described) -> None:
+def check_description(hf_config: Described) -> None:
     """Raise `ModelError` for a model that Tunix does not support, or computes differently from transformers."""
-    kind = str(described.get("model_type"))
+    kind = str(hf_config.get("model_type"))
     if kind not in COMPUTED:
         raise ModelError(
             f"model.backend tunix has no models of the type {kind!r}; it has: {', '.join(COMPUTED)}. {TORCH}"
         )
     for key, value in COMPUTED[kind].items():
-        actual = described.get(key, value)
+        actual = hf_config.get(key, value)
         if (actual or None) != (value or None):
             raise _unsupported_value(kind, key, actual, f"has {value!r} alone")
-    _check_positions(kind, described)
-    tunix = ["full_attention"] * described["num_hidden_layers"]
+    _check_positions(kind, hf_config)
+    tunix = ["full_attention"] * hf_config["num_hidden_layers"]
     if kind == "gemma3_text":
         tunix = [
             "full_attention" if index % GEMMA3_PATTERN == 0 else "sliding_attention"
             for index in range(1, len(tunix) + 1)
         ]
-    actual = described.get("layer_types") or tunix
+    actual = hf_config.get("layer_types") or tunix
     if list(actual) != tunix:
-        number = next(position for position, (a, b) in enumerate(zip(actual, tunix, strict=True)) if a != b)
+        number = next(
+            position for position, (a, b) in enumerate(zip(actual, tunix, strict=True)) if a != b
+        )
         raise _unsupported_value(kind, f"layer_types[{number}]", actual[number], f"has {tunix[number]} there")  # fmt: skip
     if kind == "gemma3_text":
-        scalar, head = described["query_pre_attn_scalar"], described["head_dim"]
-        width = described["hidden_size"] // described["num_attention_heads"]
+        scalar, head = hf_config["query_pre_attn_scalar"], hf_config["head_dim"]
+        width = hf_config["hidden_size"] // hf_config["num_attention_heads"]
         if scalar not in (head, width):
             raise _unsupported_value(
                 kind, "query_pre_attn_scalar", scalar, f"has {head} (head_dim) and {width} (hidden_size by heads)"
             )  # fmt: skip
 
 
-def _check_positions(kind: str, described: Described) -> None:
-    ropes: dict[str, Any] = described["rope_parameters"]
+def _check_positions(kind: str, hf_config: Described) -> None:
+    ropes: dict[str, Any] = hf_config["rope_parameters"]
     nested: dict[str, dict[str, Any]] = {k: v for k, v in ropes.items() if isinstance(v, dict)}
     for name, rope in (nested or {"": ropes}).items():
         scaled = rope.get("rope_type", "default")
@@ -130,37 +132,37 @@ def _unsupported_value(kind: str, key: str, actual: Any, tunix: str) -> ModelErr
 # --- the mesh -------------------------------------------------------------------------------------
 
 
-def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
+def check_mesh(hf_config: Described, mesh: tuple[int, int]) -> None:
     """Raise UsageError if the mesh's devices do not divide the model's axes evenly."""
-    kind = described["model_type"]
+    kind = hf_config["model_type"]
     axes = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
-    sizes: dict[str, int] = {key: described[key] for key in axes}
-    sizes["num_key_value_heads"] = _kv_heads(described)
+    sizes: dict[str, int] = {key: hf_config[key] for key in axes}
+    sizes["num_key_value_heads"] = _kv_heads(hf_config)
     fsdp, tp = mesh
-    by_tp = {**sizes, "head_dim": _head_size(described)} if kind == "qwen3" else sizes
+    by_tp = {**sizes, "head_dim": _head_size(hf_config)} if kind == "qwen3" else sizes
     if kind == "gemma3_text" and sizes["num_key_value_heads"] == 1:
         by_tp.pop("num_key_value_heads")  # each device holds a single key head whole
     for axis, parts, divided in (("fsdp", fsdp, {"hidden_size": sizes["hidden_size"]}), ("tp", tp, by_tp)):  # fmt: skip
-        wrong = [f"{key} is {size}" for key, size in divided.items() if size % parts]
-        if wrong:
+        indivisible = [f"{key} is {size}" for key, size in divided.items() if size % parts]
+        if indivisible:
             raise UsageError(
                 f"model.mesh is {list(mesh)}: its {axis} of {parts} does not divide this model, whose "
-                f"{', '.join(wrong)}. Take another number of devices for {axis}."
+                f"{', '.join(indivisible)}. Take another number of devices for {axis}."
             )
 
 
-def _head_size(described: Described) -> int:
-    return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+def _head_size(hf_config: Described) -> int:
+    return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
-def _kv_heads(described: Described) -> int:
-    return described.get("num_key_value_heads") or described["num_attention_heads"]
+def _kv_heads(hf_config: Described) -> int:
+    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 # --- the adapted layers ---------------------------------------------------------------------------
 
 
-def check_layers(described: Described, layers: Sequence[str]) -> None:
+def check_layers(hf_config: Described, layers: Sequence[str]) -> None:
     """Raise `ModelError` for layers that Tunix cannot adapt, or that share one weight in Tunix with layers that get no adapter."""
     adaptable = [*_ATTENTION, *_MLP]
     parts = [path.rpartition("layers.")[2].partition(".") for path in layers]
@@ -171,10 +173,10 @@ def check_layers(described: Described, layers: Sequence[str]) -> None:
             )
     adapted = {(number, part) for number, _, part in parts}
     fused: tuple[str, ...] = ()
-    if described["model_type"] == "gemma3_text":
+    if hf_config["model_type"] == "gemma3_text":
         # In Tunix one weight holds keys and values; with equally many heads it holds queries as well.
-        alike = _kv_heads(described) == described["num_attention_heads"]
-        fused = _ATTENTION[0 if alike else 1 : 3]
+        same_heads = _kv_heads(hf_config) == hf_config["num_attention_heads"]
+        fused = _ATTENTION[0 if same_heads else 1 : 3]
     for number, part in sorted(adapted):
         if part in fused and any((number, sibling) not in adapted for sibling in fused):
             raise ModelError(
@@ -200,10 +202,10 @@ class Stored:
     """The format of the file's first tensor; Tunix reads all tensors of the file in it."""
 
 
-def check_files(folder: Path, described: Described) -> None:
+def check_files(folder: Path, hf_config: Described) -> None:
     """Raise `ModelError` unless the files hold every weight of the config, in its shape and in a format that Tunix reads, and no weights
     that Tunix would ignore."""
-    kind, shapes = described["model_type"], expected_shapes(described)
+    kind, shapes = hf_config["model_type"], expected_shapes(hf_config)
     headers = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(shapes) - set(headers)):
         raise ModelError(
@@ -241,11 +243,11 @@ def check_files(folder: Path, described: Described) -> None:
         )
 
 
-def expected_shapes(described: Described) -> dict[str, Shape]:
+def expected_shapes(hf_config: Described) -> dict[str, Shape]:
     """Transformers' names of a model's weights in files, with their shapes."""
-    hidden, inner = described["hidden_size"], described["intermediate_size"]
-    head = _head_size(described)
-    queries, keys = head * described["num_attention_heads"], head * _kv_heads(described)
+    hidden, inner = hf_config["hidden_size"], hf_config["intermediate_size"]
+    head = _head_size(hf_config)
+    queries, keys = head * hf_config["num_attention_heads"], head * _kv_heads(hf_config)
     layer: dict[str, Shape] = {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -257,7 +259,7 @@ def expected_shapes(described: Described) -> dict[str, Shape]:
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
-    match described["model_type"]:
+    match hf_config["model_type"]:
         case "gemma3_text":
             norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
             layer |= {f"{name}.weight": (hidden,) for name in norms}
@@ -271,12 +273,12 @@ def expected_shapes(described: Described) -> dict[str, Shape]:
             pass
     shapes: dict[str, Shape] = {
         f"model.layers.{number}.{name}": shape
-        for number in range(described["num_hidden_layers"])
+        for number in range(hf_config["num_hidden_layers"])
         for name, shape in layer.items()
     }
-    table = (described["vocab_size"], hidden)
+    table = (hf_config["vocab_size"], hidden)
     shapes |= {EMBEDDING: table, "model.norm.weight": (hidden,)}
-    return shapes if described.get("tie_word_embeddings") else {**shapes, HEAD: table}
+    return shapes if hf_config.get("tie_word_embeddings") else {**shapes, HEAD: table}
 
 
 def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:

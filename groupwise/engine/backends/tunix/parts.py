@@ -54,7 +54,9 @@ class TunixSampler:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. The worker does not know stop texts; tokens after one are removed here."""
-        completions = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
+        completions = _COMPLETIONS.validate_python(
+            await self._worker.call(Generate(request=request))
+        )
         if not request.params.stop:
             return completions
         return tuple(self._cut_at_stop(completion, request.params) for completion in completions)

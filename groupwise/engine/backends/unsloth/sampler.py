@@ -50,12 +50,12 @@ class UnslothSampler(QueuedSampler):
         """See `QueuedSampler._draw_waiting`."""
         while self._waiting:
             # Take waiting members in order while `generate` has room for the longest prompt with the longest completion.
-            longest = most = 0
+            longest = max_tokens = 0
             while self._waiting and len(self._batch) < self.layout.slots:
                 request = self._waiting[0].ticket.request
                 longest = max(longest, len(request.prompt_ids))
-                most = max(most, request.params.max_tokens)
-                if self._batch and longest + most > self._room:
+                max_tokens = max(max_tokens, request.params.max_tokens)
+                if self._batch and longest + max_tokens > self._room:
                     break
                 self._batch.append(self._waiting.popleft())
             try:
@@ -80,7 +80,9 @@ class UnslothSampler(QueuedSampler):
             model.generate(
                 input_ids=torch.tensor(ids, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
-                max_new_tokens=max(member.ticket.request.params.max_tokens for member in self._batch),
+                max_new_tokens=max(
+                    member.ticket.request.params.max_tokens for member in self._batch
+                ),
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
@@ -91,7 +93,9 @@ class UnslothSampler(QueuedSampler):
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Draw for each unfinished row of the batch. Returns the tokens [B]; 0 for finished rows."""
         tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
-        unfinished = [index for index, member in enumerate(self._batch) if not self._is_over(member)]
+        unfinished = [
+            index for index, member in enumerate(self._batch) if not self._is_over(member)
+        ]
         if unfinished:
             members = [self._batch[index] for index in unfinished]
             tokens, logprobs = draw_members(members, logits_BV[unfinished])

@@ -52,7 +52,7 @@ class Activations:
 
     residual_NH: Tensor
     qkv_NO: Tensor
-    found_NO: Tensor
+    attention_NO: Tensor
     """The output of attention."""
     middle_NH: Tensor
     """The residual stream before the MLP."""
@@ -142,7 +142,9 @@ def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Ten
     )
 
 
-def _backward_layer_(work: Work, number: int, activations: Activations, d_NH: Tensor) -> list[Tensor]:
+def _backward_layer_(
+    work: Work, number: int, activations: Activations, d_NH: Tensor
+) -> list[Tensor]:
     """Turn the gradient of a layer's output into that of its input, in place; return the gradients of the layer's factors."""
     layer = work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
@@ -151,7 +153,9 @@ def _backward_layer_(work: Work, number: int, activations: Activations, d_NH: Te
 
     dy_NH = d_NH.to(work.model.dtype)
     u_NR = down.low_gradient(dy_NH)
-    a_NF, d_gate_up = swiglu_with_gradient(activations.gate_up_N2F, down.input_gradient(dy_NH, u_NR))
+    a_NF, d_gate_up = swiglu_with_gradient(
+        activations.gate_up_N2F, down.input_gradient(dy_NH, u_NR)
+    )
     of_down = down.factor_gradients(a_NF, dy_NH, down_low, u_NR)
     of_gate_up = _through_norm_(
         gate_up, gate_up_low, d_gate_up, activations.middle_NH, layer.mlp_norm_H, epsilon, d_NH
@@ -159,7 +163,7 @@ def _backward_layer_(work: Work, number: int, activations: Activations, d_NH: Te
     dy_NH = d_NH.to(work.model.dtype)
     u_NR = output.low_gradient(dy_NH)
     d_qkv = _attention_backward(work, layer, activations.qkv_NO, output.input_gradient(dy_NH, u_NR))
-    of_output = output.factor_gradients(activations.found_NO, dy_NH, output_low, u_NR)
+    of_output = output.factor_gradients(activations.attention_NO, dy_NH, output_low, u_NR)
     d_input = d_NH if number else None  # the embeddings need no gradient
     of_qkv = _through_norm_(
         qkv, qkv_low, d_qkv, activations.residual_NH, layer.attention_norm_H, epsilon, d_input
@@ -183,14 +187,14 @@ def _through_norm_(
     return product.factor_gradients(x_NH, dy_NO, low_NR, u_NR)
 
 
-def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tensor) -> Tensor:
+def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_attention: Tensor) -> Tensor:
     """The gradient [N, O] of the output of the layer's first product (queries, keys and values)."""
     model, shape = work.model, work.model.shape
     queries, keys, values = _rotate_heads(work, layer, qkv_NO)
     turned = shape.heads + shape.kv_heads
     d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
     for attention in work.attention:
-        attention.backward(d_found, queries, keys, values, d_NJD)
+        attention.backward(d_attention, queries, keys, values, d_NJD)
     raw_queries, raw_keys, _ = model.split(qkv_NO)
     for part, rotations, raw, norm_D in (
         (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),

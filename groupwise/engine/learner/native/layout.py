@@ -114,14 +114,14 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
     predictors: list[int] = []
     for number, members in enumerate(groups):
         length = len(rows[members[0]].prompt_ids)
-        last = starts[number] + length - 1
+        last_prompt_index = starts[number] + length - 1
         completions = [rows[index].completion_ids for index in members]
         if len(members) == 1:
-            predictors += range(last, last + len(completions[0]))
+            predictors += range(last_prompt_index, last_prompt_index + len(completions[0]))
             continue
         text_starts = axis.add([ids[:-1] for ids in completions], (starts[number], length))
         for ids, start in zip(completions, text_starts, strict=True):
-            predictors += [last, *range(start, start + len(ids) - 1)]
+            predictors += [last_prompt_index, *range(start, start + len(ids) - 1)]
     indices = tuple(index for members in groups for index in members)
     return FlatBatch(
         rows=tuple(rows[index] for index in indices),
@@ -146,11 +146,11 @@ class _Axis:
     ) -> list[int]:
         """Append texts that see this prompt, longest first; return the start of each."""
         starts: list[int] = []
-        first = 0 if prompt is None else prompt[1]
+        first_position = 0 if prompt is None else prompt[1]
         for ids in texts:
             starts.append(len(self.token_ids))
             self.token_ids += ids
-            self.positions += range(first, first + len(ids))
+            self.positions += range(first_position, first_position + len(ids))
         # Form sets of similar length; empty texts are left out.
         start, remaining = starts[0], [len(ids) for ids in texts if ids]
         while remaining:

@@ -30,7 +30,11 @@ class PackedAttention:
         lengths: list[int] = []
         key_lengths: list[int] = []
         for text_set in texts:
-            prompt = [] if text_set.prompt is None else [*range(text_set.prompt[0], sum(text_set.prompt))]
+            prompt = (
+                []
+                if text_set.prompt is None
+                else [*range(text_set.prompt[0], sum(text_set.prompt))]
+            )
             start = text_set.start
             for length in text_set.lengths:
                 keys += prompt
@@ -53,11 +57,13 @@ class PackedAttention:
     ) -> None:
         """See `Attention.backward`."""
         heads = self._shape.heads
-        inputs = [tensor.requires_grad_() for tensor in self._attention_inputs(queries, keys, values)]
+        inputs = [
+            tensor.requires_grad_() for tensor in self._attention_inputs(queries, keys, values)
+        ]
         with torch.enable_grad():
-            found_NHD = self._attention_output(*inputs)
+            output_NHD = self._attention_output(*inputs)
         d_queries, d_keys_KJD, d_values_KJD = torch.autograd.grad(
-            found_NHD, inputs, d_out.view(found_NHD.shape)
+            output_NHD, inputs, d_out.view(output_NHD.shape)
         )
         d_qkv[:, :heads] = d_queries
         d_both = torch.cat((d_keys_KJD, d_values_KJD), dim=1)
@@ -70,7 +76,9 @@ class PackedAttention:
             d_both = d_NX.view(tokens, *shape)
         d_qkv[:, heads:] = d_both
 
-    def _attention_inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _attention_inputs(
+        self, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, ...]:
         """Queries, and the keys and values that each text sees, in one number format; no result shares memory with the inputs."""
         pair = keys.to(values.dtype), values
         if self._keys_K is None:

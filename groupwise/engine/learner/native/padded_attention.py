@@ -85,11 +85,11 @@ class PaddedAttention(ABC):
             rows = padded.index_copy_(0, self.real_X, rows)
         return rows.view(self.count, self.length, *rows.shape[1:])
 
-    def with_prompt(self, x_NJD: Tensor, more: int = 0) -> Tensor:
+    def with_prompt(self, x_NJD: Tensor, padding: int = 0) -> Tensor:
         """Keys or values [M, J, C, D]: those of the prompt, then the texts' own, then `more` zeros that no query sees."""
         prompt, (heads, size) = self.texts.prompt_length, x_NJD.shape[1:]
         end = prompt + self.length
-        all_MJCD = x_NJD.new_empty(self.count, heads, end + more, size)
+        all_MJCD = x_NJD.new_empty(self.count, heads, end + padding, size)
         if prompt:
             all_MJCD[:, :, :prompt].copy_(self._prompt_rows(x_NJD).transpose(0, 1))
         all_MJCD[:, :, prompt:end].copy_(self.to_batch(x_NJD).transpose(1, 2))

@@ -60,12 +60,12 @@ class PieceAttention(PaddedAttention):
         """See `Attention.forward`."""
         heads = self._heads(queries, keys, values)
         out_NJRD = out.view(len(out), *self._per_token)
-        found_MLJRD = self.room(out_NJRD)
+        output_MLJRD = self.room(out_NJRD)
         for piece in self._attention_pieces():
             probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
-            found_BQD = torch.bmm(probabilities_BQC, self._visible(heads.values_MJCD, piece))
-            found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
-        self.put(found_MLJRD, out_NJRD)
+            output_BQD = torch.bmm(probabilities_BQC, self._visible(heads.values_MJCD, piece))
+            output_MLJRD[piece].copy_(self._apart(output_BQD, piece))
+        self.put(output_MLJRD, out_NJRD)
 
     def gradients(
         self,
@@ -132,9 +132,11 @@ class PieceAttention(PaddedAttention):
 
     def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> Heads:
         end = self.texts.prompt_length + self.length
-        more = multiple(end, ALIGNED) - end
+        padding = multiple(end, ALIGNED) - end
         return Heads(
-            self._by_head(queries), self.with_prompt(keys, more), self.with_prompt(values, more)
+            self._by_head(queries),
+            self.with_prompt(keys, padding),
+            self.with_prompt(values, padding),
         )
 
     def _by_head(self, x_NJD: Tensor) -> Tensor:
@@ -178,7 +180,10 @@ def piece_attention(
     """One attention object for each set of texts."""
     most = max(_queries(shape, text_set) for text_set in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
-    return [PieceAttention(shape, text_set, real_places(text_set, device), later_QX) for text_set in texts]
+    return [
+        PieceAttention(shape, text_set, real_places(text_set, device), later_QX)
+        for text_set in texts
+    ]
 
 
 def _queries(shape: Shape, texts: Texts) -> int:

@@ -137,7 +137,9 @@ def _tell_not_kept(reason: str) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def kernel(order: Set[str] = frozenset(), *, cached: bool = False) -> Callable[[Function], Function]:
+def kernel(
+    order: Set[str] = frozenset(), *, cached: bool = False
+) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
     `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `kept`, the result is cached for

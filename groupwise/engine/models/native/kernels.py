@@ -316,7 +316,9 @@ _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 
 @kernel(ROUNDING_KEPT)
-def _score_blocks(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
+def _score_blocks(
+    queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any
+) -> None:
     """Write the products of queries with the keys of the first `blocks` blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
     room = 4 * scores_RX.shape[1]
@@ -404,7 +406,9 @@ def _attend_heads(
     for r in range(queries_RD.shape[0]):
         own_T, prompt_P = scores_RX[r, :own_width], scores_RX[r, own_width:total_width]
         highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
-        totals_R[r] = _softmax_weights(own_T, seen, highest) + _softmax_weights(prompt_P, prompt_seen, highest)
+        totals_R[r] = _softmax_weights(own_T, seen, highest) + _softmax_weights(
+            prompt_P, prompt_seen, highest
+        )
     sums_RD[:] = np.float32(0.0)
     _add_values(scores_RX, 0, values_TD, seen, sums_RD)
     _add_values(scores_RX, own_width, prompt_values_PD, prompt_seen, sums_RD)
@@ -425,7 +429,7 @@ def attend(
     values_BTD: Array,
     written_N: Array,
     prompts_N4: Array,
-    found_NO: Array,
+    output_NO: Array,
 ) -> None:
     """Attention of one new token of every row, to the row's own tokens and to its prompt, in one layer.
 
@@ -436,7 +440,7 @@ def attend(
     prompt.
     """
     rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
-    repeat = found_NO.shape[1] // size // kv_heads
+    repeat = output_NO.shape[1] // size // kv_heads
     heads = repeat * kv_heads
     one, scale = np.float32(1.0), _inverse_root(np.float32(size))
     width = values_BTD.shape[2]
@@ -482,7 +486,7 @@ def attend(
                 scores_RX,
                 sums_RD,
             )
-            found_O = found_NO[n, start : start + repeat * size]
+            output_O = output_NO[n, start : start + repeat * size]
             for r in range(repeat):
                 for d in range(size):
-                    _store(found_O, r * size + d, sums_RD[r, d])
+                    _store(output_O, r * size + d, sums_RD[r, d])

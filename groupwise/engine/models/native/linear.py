@@ -87,11 +87,11 @@ class Linear:
                 return x_NI @ self.weight_OI.t()
             return torch.addmm(self.bias_O, x_NI, self.weight_OI.t())
         if rounds_before_adding(x_NI):
-            found_NO = in_float32(x_NI, self.weight_OI, x_NI @ low.down_RI.t(), low.up_OR)
+            y_NO = in_float32(x_NI, self.weight_OI, x_NI @ low.down_RI.t(), low.up_OR)
         else:
-            found_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
+            y_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
         # Added last: in `added`, a small addition of the adapter would be rounded to the precision of the larger bias.
-        return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
+        return y_NO if self.bias_O is None else y_NO.add_(self.bias_O)
 
     def add_many(self, into_NO: Tensor, x_NI: Tensor, low: LowRank | None) -> None:
         """Add the product of many rows to float32 rows, in place."""

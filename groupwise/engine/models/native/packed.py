@@ -101,9 +101,9 @@ class Packed:
             in_parts(part, blocks, least=BLOCKS_OF_A_THREAD)
         else:
             part(0, blocks)
-        found_NO = into_NO[: len(x_NI)]
+        y_NO = into_NO[: len(x_NI)]
         unpadded = self._outputs == self._shape[0]
-        return found_NO if unpadded else found_NO[:, : self._outputs].contiguous()
+        return y_NO if unpadded else y_NO[:, : self._outputs].contiguous()
 
     def _pad_rows(self, x_NI: Tensor) -> Tensor:
         rows, inputs = x_NI.shape
@@ -116,9 +116,9 @@ class Packed:
     def _in_tiles(self, weight_OI: Tensor) -> Array:
         """The matrix as [O / 16, I, 16], or [O / 16, I / 2, 16, 2] for pairs, padded with zeros."""
         outputs, inputs = weight_OI.shape
-        more = -outputs % LANES, self._shape[1] - inputs
-        if any(more):
-            weight_OI = F.pad(weight_OI, (0, more[1], 0, more[0]))
+        padding = -outputs % LANES, self._shape[1] - inputs
+        if any(padding):
+            weight_OI = F.pad(weight_OI, (0, padding[1], 0, padding[0]))
         together = 2 if self._pairs else 1
         tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
         return array(tiles.contiguous())

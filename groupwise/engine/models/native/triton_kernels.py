@@ -24,7 +24,9 @@ COLUMNS = 128
 
 
 @triton.jit
-def _norm_kernel(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -213,7 +215,9 @@ def _sums_kernel(
 ):  # fmt: skip
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     chunk_ids = tl.arange(0, CHUNKS)
-    chunk_peaks = tl.load(peaks + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=-float("inf"))
+    chunk_peaks = tl.load(
+        peaks + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=-float("inf")
+    )
     at = chunk * SPAN + tl.arange(0, SPAN)
     value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
     weight = tl.exp(value.to(tl.float32) / tl.load(temperatures + row) - tl.max(chunk_peaks, 0))
@@ -230,7 +234,9 @@ def _search_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk_ids = tl.arange(0, CHUNKS)
-    chunk_peaks = tl.load(peaks + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=-float("inf"))
+    chunk_peaks = tl.load(
+        peaks + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=-float("inf")
+    )
     peak, temperature = tl.max(chunk_peaks, 0), tl.load(temperatures + row)
     at = tl.arange(0, BLOCKS)
     cumulative = tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0).to(tl.float64)

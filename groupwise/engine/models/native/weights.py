@@ -117,7 +117,8 @@ class NativeModel:
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         path = next(path for path, module in model.named_modules() if module is body)
         self.layers = [
-            self._native_layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
+            self._native_layer(f"{path}.layers.{index}", layer)
+            for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
         head = _base_layer(cast("nn.Module", model.get_output_embeddings()))

@@ -57,8 +57,8 @@ def in_blocks(keys_PJD: Tensor) -> Tensor:
 
 def with_room(values_PJD: Tensor) -> Tensor:
     """Values of a text as [J, P, D]; P and D are padded with zeros."""
-    more = -values_PJD.shape[2] % LANES, -len(values_PJD) % STRETCH
-    return F.pad(values_PJD.transpose(0, 1), (0, more[0], 0, more[1]))
+    padding = -values_PJD.shape[2] % LANES, -len(values_PJD) % STRETCH
+    return F.pad(values_PJD.transpose(0, 1), (0, padding[0], 0, padding[1]))
 
 
 class CompletionCache:
@@ -89,13 +89,13 @@ class CompletionCache:
 
     def arrange(self, sources: Sequence[int], length: int) -> None:
         """Reorder rows: row i becomes the one that was at `sources[i]`. The first `length` tokens of each are moved."""
-        first = next((new for new, old in enumerate(sources) if new != old), None)
-        if first is None:
+        first_moved = next((new for new, old in enumerate(sources) if new != old), None)
+        if first_moved is None:
             return
-        moved = torch.tensor(sources[first:], device=self.keys_LBKDS.device)
+        moved = torch.tensor(sources[first_moved:], device=self.keys_LBKDS.device)
         head_indices = torch.arange(self._kv_heads, device=moved.device)
         heads = (moved[:, None] * self._kv_heads + head_indices).flatten()
-        rows = slice(first * self._kv_heads, len(sources) * self._kv_heads)
+        rows = slice(first_moved * self._kv_heads, len(sources) * self._kv_heads)
         blocks = multiple(length, STRETCH) // STRETCH
         for keys_BKDS, values_BTD in zip(self.keys_LBKDS, self.values_LBTD, strict=True):
             keys_BKDS[rows, :blocks] = keys_BKDS[heads, :blocks]

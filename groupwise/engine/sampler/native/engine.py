@@ -61,15 +61,15 @@ class NativeEngine:
         """See `DecodeEngine.prefill_all`."""
         return [self.prefill(ids) for ids in texts]
 
-    def begin(self, prompt: Prompt) -> DecodeRow:
-        """See `DecodeEngine.begin`."""
+    def add_row(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.add_row`."""
         row = DecodeRow(prompt)
-        same = [number for number, other in enumerate(self.rows) if other.prompt is prompt]
-        self.rows.insert(same[-1] + 1 if same else len(self.rows), row)
+        siblings = [number for number, other in enumerate(self.rows) if other.prompt is prompt]
+        self.rows.insert(siblings[-1] + 1 if siblings else len(self.rows), row)
         return row
 
-    def finish(self, rows: Sequence[DecodeRow]) -> None:
-        """See `DecodeEngine.finish`."""
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.remove_rows`."""
         self.rows = [row for row in self.rows if row not in rows]
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
@@ -145,7 +145,7 @@ class CompiledAttention:
 
         shape, weights = self._model.shape, self._model.layers[layer]
         outputs = shape.heads * shape.head_size
-        found_NO = torch.empty(len(qkv_NO), outputs, dtype=self._model.dtype)
+        output_NO = torch.empty(len(qkv_NO), outputs, dtype=self._model.dtype)
         kernels.attend(
             array(qkv_NO),
             self._turns_NC2,
@@ -157,9 +157,9 @@ class CompiledAttention:
             self._values_LBTD[layer],
             self._written_N,
             self._prompts_N4 + layer * self._bytes_of_layer_N4,
-            array(found_NO),
+            array(output_NO),
         )
-        return found_NO
+        return output_NO
 
 
 def _norm(norm_D: Tensor | None) -> Any:

@@ -1,11 +1,11 @@
 """Decoding on a GPU, always in the same shape, so that one token of all rows is one CUDA graph.
 
-All places for rows are computed at every token, even empty ones: reading the weights takes most of the time, and products of another
+All slots for rows are computed at every token, even empty ones: reading the weights takes most of the time, and products of another
 shape might give other last bits.
 
 Keys and values are kept in pages of `PAGE` tokens. The rows of a group share the pages of their prompt; after the first row, the GPU reads
 these from its own cache. Rows take their own pages as they grow. There are as many pages as rows of full length need if they share
-nothing. Page 0 belongs to no row: empty places write to it.
+nothing. Page 0 belongs to no row: empty slots write to it.
 
 A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has. Without Triton, torch attends to
 the pages of a row of full length, and a mask hides the missing ones. Keys are stored, and multiplied by queries, in the model's
@@ -53,7 +53,7 @@ class GraphEngine:
     ) -> None:
         shape = model.shape
         self.rows: list[DecodeRow] = []
-        """Rows in progress, in the order of their places."""
+        """Rows in progress, in the order of their slots."""
         self._model = model
         self._weights = weights
         self._record = record
@@ -63,9 +63,9 @@ class GraphEngine:
         self._keys_LGJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
         self._values_LGJTD = torch.zeros_like(self._keys_LGJTD)
         self._inputs_3S = torch.zeros(3, slots, device=model.device, dtype=torch.long)
-        """For every place: the token, its position, and the length of the row's prompt."""
+        """For every slot: the token, its position, and the length of the row's prompt."""
         self._pages_SM = torch.zeros(slots, most, device=model.device, dtype=torch.int32)
-        """For every place the page numbers of its prompt, then its own; on the GPU."""
+        """For every slot the page numbers of its prompt, then its own; on the GPU."""
         self._host_pages_SM = torch.zeros(slots, most, dtype=torch.int32)
         """The same in main memory, where it is changed."""
         self._free: list[int] = []
@@ -84,10 +84,12 @@ class GraphEngine:
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `DecodeEngine.prefill_all`."""
         prompts = prefill_together(self._model, texts, self._adapter, self._slots)
-        return [PagedPrompt(len(ids), *tensors) for ids, tensors in zip(texts, prompts, strict=True)]
+        return [
+            PagedPrompt(len(ids), *tensors) for ids, tensors in zip(texts, prompts, strict=True)
+        ]
 
-    def begin(self, prompt: Prompt) -> DecodeRow:
-        """See `DecodeEngine.begin`."""
+    def add_row(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.add_row`."""
         assert isinstance(prompt, PagedPrompt)
         if prompt not in self._pages:
             count = -(-prompt.length // PAGE)
@@ -109,8 +111,8 @@ class GraphEngine:
         self.rows.sort(key=lambda other: other.slot or 0)
         return row
 
-    def finish(self, rows: Sequence[DecodeRow]) -> None:
-        """See `DecodeEngine.finish`."""
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.remove_rows`."""
         self.rows = [row for row in self.rows if row not in rows]
         shared = {row.prompt for row in self.rows}
         for row in rows:
@@ -224,10 +226,10 @@ class GraphEngine:
             copies.append(rows_SJCD.masked_fill(~seen_SC[:, None, :, None], 0.0))
         mask_SC = torch.zeros_like(seen_SC, dtype=dtype).masked_fill_(~seen_SC, -torch.inf)
         queries_SJRD = queries_SHD.to(dtype).unflatten(1, (keys_GJTD.shape[1], -1))
-        found_SJRD = F.scaled_dot_product_attention(
+        output_SJRD = F.scaled_dot_product_attention(
             queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
         )
-        return found_SJRD.flatten(1)
+        return output_SJRD.flatten(1)
 
 
 def _shapes(adapter: Sequence[LowRank | None]) -> list[tuple[torch.Size, torch.Size] | None]:

@@ -59,7 +59,9 @@ def prefill_together(
     lasts: list[Tensor] = []
     caches: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        residual_NH, keys_LJND, values_LJND = _prefill_batch(model, [texts[n] for n in batch], adapter)
+        residual_NH, keys_LJND, values_LJND = _prefill_batch(
+            model, [texts[n] for n in batch], adapter
+        )
         end = 0
         for number in batch:
             start, end = end, end + len(texts[number])

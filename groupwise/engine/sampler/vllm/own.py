@@ -134,13 +134,13 @@ class SpawnedServer:
         """Start it unless it is running, and wait until it answers. Raises UsageError with its last output if it does not."""
         if self._supervisor is None:
             self._start_supervisor()
-        until = timing.clock() + patience
+        deadline = timing.clock() + patience
         while not self._answered.is_set():
             with suppress(EndpointError):
                 await server.client.ask("GET", "/models", None, bytes, 0)
                 self._answered.set()
                 return
-            if self._gave_up or timing.clock() >= until:
+            if self._gave_up or timing.clock() >= deadline:
                 why = "ended" if self._gave_up else f"has not answered for {patience:g} s"
                 self.close()
                 words = ""

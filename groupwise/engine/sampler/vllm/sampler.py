@@ -217,7 +217,9 @@ class VllmSampler:
             self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
             for prompt in prompts
         )
-        answers = list(zip(prompts, (completion.token_ids for completion in completions), strict=True))
+        answers = list(
+            zip(prompts, (completion.token_ids for completion in completions), strict=True)
+        )
         logprobs = [value for completion in completions for value in completion.logprobs]
         # Computed by the learner's model, which has the same base.
         expected = self._logprobs_here(answers, adapter=served.folder is not None)
@@ -245,7 +247,9 @@ class VllmSampler:
 
     async def _draw_member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
         completion = await self._servers.ask(
-            lambda server: self._draw_completion(server, served, request.prompt_ids, seed, request.params)
+            lambda server: self._draw_completion(
+                server, served, request.prompt_ids, seed, request.params
+            )
         )
         return Completion(
             token_ids=completion.token_ids,

@@ -116,9 +116,9 @@ class Servers:
 
     async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
         """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary."""
-        until, last = math.inf, None
+        deadline, last_error = math.inf, None
         while True:
-            server = await self._least_loaded(until, last)
+            server = await self._least_loaded(deadline, last_error)
             server.load += 1
             try:
                 result = await work(server)
@@ -126,33 +126,33 @@ class Servers:
                 if not error.may_pass:
                     raise
                 server.note_failure(error)
-                until, last = min(until, self._timing.clock() + self._patience), error
-                if self._timing.clock() >= until:
-                    raise self._no_server_error(last) from None
+                deadline, last_error = min(deadline, self._timing.clock() + self._patience), error
+                if self._timing.clock() >= deadline:
+                    raise self._no_server_error(last_error) from None
             else:
                 server.note_answer()
                 return result
             finally:
                 server.load -= 1
 
-    async def _least_loaded(self, until: float, last: EndpointError | None) -> Server:
+    async def _least_loaded(self, deadline: float, last_error: EndpointError | None) -> Server:
         """The least loaded server that is not paused; if all are paused, wait for the first one, at most until `until`."""
-        until = min(until, self._timing.clock() + self._patience)
+        deadline = min(deadline, self._timing.clock() + self._patience)
         while True:
             now = self._timing.clock()
             ready = [server for server in self.all if server.alone_until <= now]
             if ready:
                 return min(ready, key=lambda server: server.load)
-            if now >= until:
-                raise self._no_server_error(last)
-            first = min(server.alone_until for server in self.all)
-            await self._timing.sleep(min(first, until) - now)
+            if now >= deadline:
+                raise self._no_server_error(last_error)
+            next_attempt = min(server.alone_until for server in self.all)
+            await self._timing.sleep(min(next_attempt, deadline) - now)
 
-    def _no_server_error(self, last: EndpointError | None) -> EndpointError:
+    def _no_server_error(self, last_error: EndpointError | None) -> EndpointError:
         urls = ", ".join(server.url for server in self.all)
-        last_words = "" if last is None else f" The last word: {last}"
+        last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
             f"None of the servers of vLLM ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
             f"with --resume.{last_words}",
-            None if last is None else last.status,
+            None if last_error is None else last_error.status,
         )

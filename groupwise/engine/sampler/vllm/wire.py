@@ -141,7 +141,9 @@ def _read_tokens(
         )
     token_ids, numbers = cast("list[Any]", ids), cast("list[Any]", values)
     if len(token_ids) != len(numbers):
-        raise EndpointError(f"answered {len(numbers)} log-probabilities for {len(token_ids)} tokens")
+        raise EndpointError(
+            f"answered {len(numbers)} log-probabilities for {len(token_ids)} tokens"
+        )
     for token in token_ids:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise EndpointError(

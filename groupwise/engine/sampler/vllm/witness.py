@@ -57,5 +57,5 @@ class Witness:
             )
         with memory_explained("comparing with the server"), torch.inference_mode(), acting:
             logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, start:-1].float()
-        found_TV = (logits_TV / temperature).log_softmax(-1)
-        return found_TV.gather(-1, ids_BT[0, start + 1 :, None])[:, 0].tolist()
+        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+        return logprobs_TV.gather(-1, ids_BT[0, start + 1 :, None])[:, 0].tolist()

@@ -249,7 +249,9 @@ async def test_what_it_held_is_freed(tmp_path):
 
     base, models = await base_of(1)
     held: Any = base.hosted
-    modules = [(path, type(module)) for path, module in held.adapter_host._adapted.base.named_modules()]
+    modules = [
+        (path, type(module)) for path, module in held.adapter_host._adapted.base.named_modules()
+    ]
     await step(await models.add("attention", new(tmp_path, "attention")), 0)
     await models.drop("attention")
     before = tensors()

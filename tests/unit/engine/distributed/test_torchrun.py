@@ -11,7 +11,12 @@ from groupwise.engine.distributed import peer, prefork, spawned_workers
 from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.messages import Setup
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
-from groupwise.engine.distributed.torchrun import TorchrunRank, gpu_of, read_launch, refuse_other_number
+from groupwise.engine.distributed.torchrun import (
+    TorchrunRank,
+    gpu_of,
+    read_launch,
+    refuse_other_number,
+)
 from groupwise.engine.models.footprint import bytes_of
 from groupwise.training import placement
 from groupwise.training.config import load_config

@@ -15,7 +15,12 @@ import pytest
 
 from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, port_of
 from groupwise.engine.learner import launch_node
-from groupwise.engine.learner.launch_node import BEGUN_BY_SRUN, Meeting, run_on_all_nodes, read_meeting
+from groupwise.engine.learner.launch_node import (
+    STARTED_BY_SRUN,
+    Meeting,
+    run_on_all_nodes,
+    read_meeting,
+)
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
@@ -57,7 +62,7 @@ def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
     found = []
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setenv(BEGUN_BY_SRUN, "")
+            patched.setenv(STARTED_BY_SRUN, "")
             patched.setenv(KEY_FILE, "")
             assert run_on_all_nodes(2, ["--", "true"]) == 0
             path = Path(os.environ[KEY_FILE])

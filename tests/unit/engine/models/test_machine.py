@@ -50,7 +50,9 @@ def test_a_gpu_needs_a_driver_and_torch_built_for_it(cuda, driver, device, tmp_p
     (tmp_path / driver).touch()
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
-    monkeypatch.setattr(machine, "_torch_version_module", lambda: SimpleNamespace(cuda=cuda, hip=None))
+    monkeypatch.setattr(
+        machine, "_torch_version_module", lambda: SimpleNamespace(cuda=cuda, hip=None)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert machine.choose_device() == device
 

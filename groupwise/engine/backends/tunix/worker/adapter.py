@@ -46,7 +46,9 @@ class Adapted:
         """`layers`: transformers' names of the layers that get an adapter."""
         weights = [_weight_name(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
         by_part = {
-            f"{match[1]}.{match[2]}": layer_name for layer_name in layers if (match := _LAYER.fullmatch(layer_name))
+            f"{match[1]}.{match[2]}": layer_name
+            for layer_name in layers
+            if (match := _LAYER.fullmatch(layer_name))
         }
         self.layers: dict[str, tuple[str, ...]] = {}
         """For each adapted weight (layer number and Tunix's name) the transformers layers that it consists of, in its order."""
@@ -55,8 +57,8 @@ class Adapted:
             parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
             if parts and parts[0] in by_part:  # `fits.check_layers`: then all are
                 self.layers[weight] = tuple(by_part[part] for part in parts)
-        taken = {layer for group in self.layers.values() for layer in group}
-        assert {*layers} == taken, "they are checked"
+        adapted_layers = {layer for group in self.layers.values() for layer in group}
+        assert {*layers} == adapted_layers, "they are checked"
         self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
         paths = [f"layers.{weight.rpartition('.')[0]}" for weight in self.layers]
         rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
@@ -68,7 +70,8 @@ class Adapted:
             )
         self.graph, adapter_state, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
         self._variables = {
-            _weight_name(path): (path, variable) for path, variable in nnx.to_flat_state(adapter_state)
+            _weight_name(path): (path, variable)
+            for path, variable in nnx.to_flat_state(adapter_state)
         }
 
     @property
@@ -92,7 +95,8 @@ class Adapted:
     def with_factors(self, factors: Factors, base: Any) -> nnx.Module:
         """The model with these factors."""
         flat = [
-            (path, variable.replace(factors[name])) for name, (path, variable) in self._variables.items()
+            (path, variable.replace(factors[name]))
+            for name, (path, variable) in self._variables.items()
         ]
         return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
 
@@ -100,11 +104,11 @@ class Adapted:
         """Read factors from peft's files. Raises `ModelError` for files that do not match, or that Tunix's shapes cannot express."""
         return self.from_peft(load_file(folder / WEIGHTS), str(folder))
 
-    def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
+    def write(self, factors: Factors, folder: Path, adapter_config: Mapping[str, Any]) -> str:
         """Write the factors as peft does; returns their fingerprint."""
         tensors = self.to_peft(factors)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+        (folder / CONFIG).write_text(json.dumps(adapter_config, indent=2, sort_keys=True))
         return fingerprint(tensors)
 
     def to_peft(self, factors: Factors) -> dict[str, np.ndarray]:
@@ -142,7 +146,9 @@ class Adapted:
                 name = f"{weight}.{factor}"
                 if value.size != np.prod(shapes[name]):
                     raise ModelError(f"The adapter in {origin} has another rank than lora.r says.")
-                factors[name] = self._on_devices(name, value.reshape(shapes[name]).astype(np.float32))
+                factors[name] = self._on_devices(
+                    name, value.reshape(shapes[name]).astype(np.float32)
+                )
         return factors
 
     def _on_devices(self, name: str, value: np.ndarray) -> jax.Array:

@@ -116,7 +116,9 @@ def numbers(model: Any, sequences: Sequences) -> Numbers:
     )
     head = taken_off(model)
     hidden_BLD, _ = model(sequences.tokens_BL, positions_BL, None, causal_BLL)
-    return numbers_of(head, hidden_BLD, sequences.targets, sequences.temperatures_B, sequences.withheld_V)
+    return numbers_of(
+        head, hidden_BLD, sequences.targets, sequences.temperatures_B, sequences.withheld_V
+    )
 
 
 def with_recomputation(model: Any) -> Any:

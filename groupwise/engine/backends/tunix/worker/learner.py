@@ -153,7 +153,9 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        return _by_row([(batch, result.logprobs_BL) for batch, result in self._compute_all(rows, role)])
+        return _by_row(
+            [(batch, result.logprobs_BL) for batch, result in self._compute_all(rows, role)]
+        )
 
     def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
@@ -213,7 +215,9 @@ class Learner:
             ) -> tuple[Any, tuple[dict[str, Any], Any]]:
                 computed = self._compute_numbers(factors, base, sequences)
                 result = loss.loss(_token_batch(computed, inputs, loss))
-                objective = sum(value.value * shares[name] for name, value in result.components.items())
+                objective = sum(
+                    value.value * shares[name] for name, value in result.components.items()
+                )
                 losses = {f"loss/{name}": value for name, value in result.components.items()}
                 stats = {**losses, **result.stats}
                 sums = {name: value.detach().value for name, value in stats.items()}

@@ -87,23 +87,27 @@ class Sampler:
 
     def generate(self, requests: Sequence[GroupRequest]) -> list[tuple[Completion, ...]]:
         """The completions of several groups. Raises `RunError` for requests that do not fit."""
-        results: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
+        results: list[list[Completion | None]] = [
+            [None] * len(request.seeds) for request in requests
+        ]
         for parts in self._batch_requests(requests):
             for part, completions in zip(parts, self._complete_batch(parts), strict=True):
                 index, start = part.place
                 results[index][start : start + len(completions)] = completions
-        return [tuple(completion for completion in group if completion is not None) for group in results]
+        return [
+            tuple(completion for completion in group if completion is not None) for group in results
+        ]
 
     def _batch_requests(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupPart]]:
         """Divide groups into batches of one shape and the same parameters, each with as many as fit into the slots."""
-        alike: dict[Any, list[GroupPart]] = {}
+        groups: dict[Any, list[GroupPart]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
             for start in range(0, len(request.seeds), self._slots):
                 seeds = request.seeds[start : start + self._slots]
                 key = (request.params, self._width(request), len(seeds))
-                alike.setdefault(key, []).append(GroupPart(request, seeds, (index, start)))
-        for (_, _, members), parts in alike.items():
+                groups.setdefault(key, []).append(GroupPart(request, seeds, (index, start)))
+        for (_, _, members), parts in groups.items():
             prompts = max(1, self._slots // members)
             for start in range(0, len(parts), prompts):
                 yield parts[start : start + prompts]
@@ -112,7 +116,9 @@ class Sampler:
         """Padded width of the batch in which this prompt is computed."""
         longest, step = _rounded_up(request.params.max_tokens)
         widest = self._key_length - (longest - step + 1)
-        shapes = sorted({min(widest, max(NARROWEST, widest >> halving)) for halving in range(HALVINGS)})
+        shapes = sorted(
+            {min(widest, max(NARROWEST, widest >> halving)) for halving in range(HALVINGS)}
+        )
         return next(width for width in shapes if width >= len(request.prompt_ids))
 
     def _complete_batch(self, parts: Sequence[GroupPart]) -> list[list[Completion]]:
@@ -276,11 +282,11 @@ def _draw_tokens(
 ) -> tuple[Any, Any]:
     """Tokens, and their log-probabilities at the temperature; 0 takes the most likely token, with its log-probability at 1."""
     scaled_SV = logits_SV / jnp.where(temperature == 0, 1.0, temperature)
-    kept_SV = _truncate_logits(scaled_SV, *truncation)
-    weights_SV = jnp.exp(kept_SV - kept_SV.max(-1, keepdims=True))
+    truncated_SV = _truncate_logits(scaled_SV, *truncation)
+    weights_SV = jnp.exp(truncated_SV - truncated_SV.max(-1, keepdims=True))
     drawn_S = _search_cumulative(weights_SV, uniforms_S)
-    chosen_S = jnp.where(temperature == 0, kept_SV.argmax(-1), drawn_S).astype(jnp.int32)
-    logprobs_SV = jax.nn.log_softmax(kept_SV)
+    chosen_S = jnp.where(temperature == 0, truncated_SV.argmax(-1), drawn_S).astype(jnp.int32)
+    logprobs_SV = jax.nn.log_softmax(truncated_SV)
     return chosen_S, jnp.take_along_axis(logprobs_SV, chosen_S[:, None], -1)[:, 0]
 
 
@@ -314,7 +320,9 @@ def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
     return jnp.where(beyond_SN.any(-1), beyond_SN.argmax(-1), last_S)[:, None]
 
 
-def _truncate_logits(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
+def _truncate_logits(
+    scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None
+) -> Any:
     """Like `groupwise.engine.sampler.draw.truncate`: each rule applies to the tokens that the previous one kept."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]

@@ -73,10 +73,10 @@ def serve(connection: socket.socket) -> None:
     service, waiting = Service(), list[Order]()
     while True:
         waiting = waiting or [orders.get()]
-        taken, waiting = _next_batch(waiting, orders)
-        taken = [order for order in taken if order.number not in cancelled]
-        if taken:
-            for answer in _run_orders(service, taken):
+        batch, waiting = _next_batch(waiting, orders)
+        batch = [order for order in batch if order.number not in cancelled]
+        if batch:
+            for answer in _run_orders(service, batch):
                 answers.write(answer.model_dump_json() + "\n")
             answers.flush()
 
@@ -98,7 +98,9 @@ def _read_orders(
     os._exit(0)
 
 
-def _next_batch(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
+def _next_batch(
+    waiting: list[Order], orders: queue.Queue[Order]
+) -> tuple[list[Order], list[Order]]:
     """The orders to execute now (the first, and directly following ones if all are completions), and the rest that was read."""
     first, *rest = waiting
     if not isinstance(first.do, Generate):
@@ -227,7 +229,9 @@ class Service:
         # Multiply float32 in full precision: a TPU would round it to bfloat16 first.
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
-        mesh = self._scope.enter_context(_make_mesh(order.mesh))  # Tunix's layers read the current mesh
+        mesh = self._scope.enter_context(
+            _make_mesh(order.mesh)
+        )  # Tunix's layers read the current mesh
         model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.init_factors(order.seed)
