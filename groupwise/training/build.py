@@ -41,8 +41,8 @@ from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.sampler import RankSampler, RankWitness
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
-from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.distributed.torchrun import read_torchrun_rank, check_world_size
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
     from groupwise.engine.sampler.vllm.own import SpawnedServer
-    from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
+    from groupwise.engine.sampler.vllm.sampler import PolicyWitness, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
@@ -179,7 +179,7 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
     try:
         yield
     finally:
-        prefork.give_up()
+        prefork.end_zygote()
 
 
 def expect_ranks(config: AnyConfig) -> None:
@@ -193,7 +193,7 @@ def expect_ranks(config: AnyConfig) -> None:
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
     if most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0:
-        prefork.begin()
+        prefork.start_zygote()
 
 
 def be_launched(config: AnyConfig) -> None:
@@ -201,8 +201,8 @@ def be_launched(config: AnyConfig) -> None:
 
     The process of the first rank runs the whole program and calls the others. Raises UsageError if their number differs from the config's.
     """
-    place = read_launch()
-    refuse_other_number(place, config.distributed.learners)
+    place = read_torchrun_rank()
+    check_world_size(place, config.distributed.learners)
     if place is not None and place.rank > 0:
         from groupwise.engine.distributed import peer
 
@@ -397,7 +397,7 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
         raise
 
 
-def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
+def _vllm_sampler(config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
     from groupwise.api.openai_client.waiting import Timing
     from groupwise.engine.sampler.vllm.adapters import SharedFolder
@@ -469,7 +469,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
             rank=rank,
             longest=sampler_config.max_model_len or layout.key_length,
             memory=sampler_config.gpu_memory_utilization,
-            gpus=own.gpus_beside(
+            gpus=own.free_gpus(
                 count,
                 sampler_config.tensor_parallel_size,
                 sampler_config.gpu_memory_utilization,
@@ -551,12 +551,12 @@ async def _by_tunix(
 ) -> Parts:
     """Start a worker with the model and an adapter: the one in `weights`, that of the config, or a new one."""
     from groupwise.engine.backends.tunix.parts import start
-    from groupwise.engine.models.load import described_stop_token_ids
+    from groupwise.engine.models.load import configured_stop_token_ids
 
-    prefork.give_up()
+    prefork.end_zygote()
     order = await asyncio.to_thread(_tunix_order, config, layout, run, folder, weights)
     tokenizer = prefork.load_tokenizer(config.model)
-    stops = described_stop_token_ids(config.model, tokenizer)
+    stops = configured_stop_token_ids(config.model, tokenizer)
     worker, sampler, learner = await start(
         order, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
     )
@@ -569,8 +569,8 @@ def _tunix_order(
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.models.adapters import adapter_folder
-    from groupwise.engine.models.load import described_text, model_folder
-    from groupwise.engine.models.lora import described_adapter, scaling_of
+    from groupwise.engine.models.load import text_config_of, model_folder
+    from groupwise.engine.models.lora import peft_config_dict, scaling_of
 
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
@@ -579,7 +579,7 @@ def _tunix_order(
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
-        text=described_text(config.model),
+        text=text_config_of(config.model),
         dtype=layout.dtype,
         mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,
@@ -588,7 +588,7 @@ def _tunix_order(
         alpha=scaling_of(shape) * shape.r,
         seed=config.training.seed,
         start=None if start is None else str(start),
-        described=described_adapter(shape),
+        described=peft_config_dict(shape),
         run=run,
         publish_folder=str(folder),
         slots=layout.slots,
@@ -603,17 +603,17 @@ def check_model(config: RunConfig) -> None:
         return
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.fits import check_unread
-    from groupwise.engine.models.load import described_text
+    from groupwise.engine.models.load import text_config_of
 
     _, layers = _starting_adapter(config)
-    check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
+    check_unread(text_config_of(config.model), mesh_of(config.model.mesh), layers)
 
 
 def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     """Peft's config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
-        hollow_adapter,
+        meta_adapter,
         leave_out_pictures,
         starting_config,
     )
@@ -622,7 +622,7 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     check_adapter(config.model, config.lora)
     shape = starting_config(config.model, config.lora)
     leave_out_pictures(config.model, shape)
-    return shape, tuple(hollow_adapter(config.model, shape).layers)
+    return shape, tuple(meta_adapter(config.model, shape).layers)
 
 
 def _refuse_tunix(config: AnyConfig) -> None:
@@ -648,7 +648,7 @@ def _build_now(
         started = _start_processes(kind, config, layout)
         started.make_now(MAKE, _description(kind, config, layout, **more))
         return started
-    ranks = prefork.take()
+    ranks = prefork.take_zygote()
     ranks.make_now(MAKE, _description(kind, config, layout, **more), layout.processes)
     return ranks
 
@@ -663,14 +663,14 @@ async def _build(
         started = _start_processes(kind, config, layout)
         await started.make(MAKE, _description(kind, config, layout, **more))
         return started
-    ranks = prefork.take()
+    ranks = prefork.take_zygote()
     await ranks.make(MAKE, _description(kind, config, layout, **more), layout.processes)
     return ranks
 
 
 def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWorkers:
     """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
-    prefork.give_up()
+    prefork.end_zygote()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
         return SamplerWorkers(
@@ -679,12 +679,12 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWo
             tells=kind != "sampling",
             patience=config.distributed.sampler_timeout,
         )
-    return LearnerWorkers(layout.learners, read_launch(), learning=kind in LEARNING)
+    return LearnerWorkers(layout.learners, read_torchrun_rank(), learning=kind in LEARNING)
 
 
 def _first_gpu(layout: Layout) -> int:
     """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
-    place = read_launch()
+    place = read_torchrun_rank()
     return layout.learners if place is None else place.local_count
 
 
@@ -716,7 +716,7 @@ def _close(*both: SpawnedWorkers) -> None:
 
 
 def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> WorkerState:
-    prefork.give_up()
+    prefork.end_zygote()
     return _make(kind, config, layout, **more)
 
 
@@ -739,7 +739,7 @@ def make_described(
 
 
 def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> WorkerState:
-    with memory_explained("making the model ready"):
+    with explaining_out_of_memory("making the model ready"):
         return _MAKERS[kind](config, layout, **more)
 
 

@@ -22,7 +22,7 @@ from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler import torch_sampler
-from groupwise.engine.sampler.draw import draw_tokens, truncate, without_early_stops
+from groupwise.engine.sampler.draw import draw_tokens, truncate, mask_early_stops
 from groupwise.engine.sampler.engine import SlotEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
@@ -142,7 +142,7 @@ def test_tokens_are_drawn(device, name, dtype):
             logits = torch.zeros(4, 96, device=DEVICE, dtype=dtype)
             temperatures = torch.ones(4, device=DEVICE)
             params = [plain, early, narrow, None]
-            logits = without_early_stops(logits, params, [0, 1, 2, 0])
+            logits = mask_early_stops(logits, params, [0, 1, 2, 0])
             if not answer:
                 logits = truncate(logits, temperatures, params)
             uniforms = torch.zeros(4, device=DEVICE, dtype=torch.float64)

@@ -25,7 +25,7 @@ from groupwise.core.errors import PolicyMismatchError, RunError
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.messages import Cancel
 from groupwise.engine.distributed.sampler import RankSampler
-from groupwise.engine.distributed.sampler_workers import MOST_ENDS, SamplerWorkers
+from groupwise.engine.distributed.sampler_workers import MAX_CONSECUTIVE_ENDS, SamplerWorkers
 from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.training import build
@@ -234,11 +234,11 @@ def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
             os.kill(samplers._pids[rank], signal.SIGKILL)
 
     monkeypatch.setattr(SamplerWorkers, "_resume", and_again)
-    words = rf"Sampler 2 of 2 (.|\n)*ended {MOST_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
+    words = rf"Sampler 2 of 2 (.|\n)*ended {MAX_CONSECUTIVE_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
     with pytest.raises(RunError, match=words) as ended:
         groupwise.rl(apart(tmp_path), TOY)
     assert ended.value.exit_code == 1
-    assert len(lost.seen) == 2 + MOST_ENDS - 1
+    assert len(lost.seen) == 2 + MAX_CONSECUTIVE_ENDS - 1
     assert all_gone(lost.seen)
 
 

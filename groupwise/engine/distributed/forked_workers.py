@@ -36,11 +36,11 @@ from groupwise.engine.distributed.messages import (
 )
 from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
-    RESUME,
+    RESUME_HINT,
     WorkerCalls,
     describe_exit,
     end_reason_of,
-    settle,
+    settle_future,
     make_setup,
 )
 
@@ -167,7 +167,7 @@ class ForkedWorkers(WorkerCalls):
             with suppress(TimeoutExpired):
                 process.wait(_END_LIMIT)
         ending, words = describe_exit(process.returncode), self._output.last_words()
-        return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
+        return RunError(f"The process that holds the model ended: {ending} {RESUME_HINT}{words}")
 
     def _listen_to_ranks(self) -> None:
         """Receive messages until the zygote's connection ends."""
@@ -193,10 +193,10 @@ class ForkedWorkers(WorkerCalls):
                 self.processes = processes
                 for channel in self._channels:
                     self._selector.register(channel, selectors.EVENT_READ, channel)
-                settle(self._ready)
+                settle_future(self._ready)
             case RankEnded(rank, code):
                 assert self._output is not None
                 worker = f"Model worker {rank + 1} of {self.count}"
-                self._fail_and_end(RunError(f"{worker} ended: {describe_exit(code)} {RESUME}"))
+                self._fail_and_end(RunError(f"{worker} ended: {describe_exit(code)} {RESUME_HINT}"))
             case _:
                 self._settle_call(message)

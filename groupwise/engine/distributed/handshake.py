@@ -30,11 +30,11 @@ _RANK = 8
 """Lengths in bytes of a challenge, a code, and a rank in decimals."""
 
 
-class Stranger(ConnectionError):
+class UnknownCallerError(ConnectionError):
     """The process at the other end does not know the secret."""
 
 
-class BrokenSeal(EOFError):
+class TamperedMessageError(EOFError):
     """A frame was not sent by the other end in this form and order. The connection can no longer be used."""
 
 
@@ -55,17 +55,17 @@ class Seal:
         return _seal_code(self.ours, self.sent, message)
 
     def open(self, frame: bytes) -> memoryview:
-        """Verify the next frame and return its message. Raises BrokenSeal."""
+        """Verify the next frame and return its message. Raises TamperedMessageError."""
         self.opened += 1
         view = memoryview(frame)
         if not hmac.compare_digest(
             view[:_CODE], _seal_code(self.theirs, self.opened, view[_CODE:])
         ):
-            raise BrokenSeal("what came is not what the other end has sent")
+            raise TamperedMessageError("what came is not what the other end has sent")
         return view[_CODE:]
 
 
-def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
+def read_attempt_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """The secret in the file that `KEY_FILE` names, or None if it names none. Raises UsageError if the file is unreadable or empty."""
     path = environment.get(KEY_FILE)
     if path is None:
@@ -81,8 +81,8 @@ def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | No
     return secret
 
 
-def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
-    """The first process's side: returns the caller's rank, and the seal for all further messages. Raises Stranger, OSError."""
+def server_handshake(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
+    """The first process's side: returns the caller's rank, and the seal for all further messages. Raises UnknownCallerError, OSError."""
     deadline = _start_clock(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
@@ -90,7 +90,7 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
     nonce, code = answer[:-_CODE], answer[-_CODE:]
     challenge = ours + nonce
     if not hmac.compare_digest(code, _handshake_code(secret, b"rank", challenge)):
-        raise Stranger("it does not know the secret")
+        raise UnknownCallerError("it does not know the secret")
     connection.sendall(_handshake_code(secret, b"first", challenge))
     connection.settimeout(None)
     return int(nonce[:_RANK]), Seal(
@@ -99,8 +99,8 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
     )
 
 
-def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
-    """The caller's side: sends its rank and verifies the first process. Raises Stranger, OSError."""
+def client_handshake(connection: socket.socket, secret: bytes, rank: int) -> Seal:
+    """The caller's side: sends its rank and verifies the first process. Raises UnknownCallerError, OSError."""
     deadline = _start_clock(connection)
     theirs = _receive_exactly(connection, _CHALLENGE, deadline)
     nonce = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
@@ -109,7 +109,7 @@ def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
     if not hmac.compare_digest(
         _receive_exactly(connection, _CODE, deadline), _handshake_code(secret, b"first", challenge)
     ):
-        raise Stranger(
+        raise UnknownCallerError(
             "what was called is not the first process of this job: it does not know the secret"
         )
     connection.settimeout(None)

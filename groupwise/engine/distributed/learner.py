@@ -21,8 +21,8 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.engine.distributed.rpc import WorkerCalls, RankCall, same_in_all
-from groupwise.engine.distributed.sharding import cut_rows
+from groupwise.engine.distributed.rpc import WorkerCalls, RankCall, require_equal
+from groupwise.engine.distributed.sharding import shard_rows
 
 
 class RankLearner:
@@ -41,7 +41,7 @@ class RankLearner:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`. Sums are added up in the order of the ranks."""
-        self._trained = cut_rows(rows, self._ranks.count)
+        self._trained = shard_rows(rows, self._ranks.count)
         calls = [
             (rank, "learner.forward_backward", (_rows_at(rows, share), loss, dict(denominators)))
             for rank, share in enumerate(self._trained)
@@ -68,7 +68,7 @@ class RankLearner:
             [(rank, "learner.update", (params,)) for rank in ranks]
         )
         self._trained = []
-        same_in_all("the norms of the gradient", [repr(result.grad_norm) for result in results])
+        require_equal("the norms of the gradient", [repr(result.grad_norm) for result in results])
         return results[0]
 
     def discard(self) -> None:
@@ -82,7 +82,7 @@ class RankLearner:
         """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the ranks' weights differ."""
         calls = self._first_rank_calls("learner.publish", (version,), "learner.attend_publication")
         policy, *fingerprints = await self._call_together(calls)
-        same_in_all("the learners' weights", [policy.fingerprint, *fingerprints])
+        require_equal("the learners' weights", [policy.fingerprint, *fingerprints])
         return policy
 
     async def logprobs(
@@ -97,7 +97,7 @@ class RankLearner:
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the ranks' weights differ."""
-        same_in_all("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
+        require_equal("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
         self._ranks.call_each_now(
             self._first_rank_calls("learner.save", (folder,), "learner.attend_save")
         )
@@ -140,7 +140,7 @@ class RankLearner:
 
     async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
         """Results of the ranks for their rows, in the order of all rows."""
-        shares = cut_rows(rows, self._ranks.count)
+        shares = shard_rows(rows, self._ranks.count)
         calls = [
             (rank, name, (_rows_at(rows, share), *arguments))
             for rank, share in enumerate(shares)

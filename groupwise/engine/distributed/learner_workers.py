@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import WorkerLostError
-from groupwise.engine.distributed.handshake import Stranger, admit, secret_of_attempt
-from groupwise.engine.distributed.messages import MessageChannel, PeerSetup
-from groupwise.engine.distributed.rpc import RESUME, describe_exit
+from groupwise.engine.distributed.handshake import UnknownCallerError, server_handshake, read_attempt_secret
+from groupwise.engine.distributed.messages import MessageChannel, RankSetup
+from groupwise.engine.distributed.rpc import RESUME_HINT, describe_exit
 from groupwise.engine.distributed.spawned_workers import LOCALHOST, SpawnedWorkers
-from groupwise.engine.distributed.torchrun import TorchrunRank, watch_for_silence
+from groupwise.engine.distributed.torchrun import TorchrunRank, enable_keepalive
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class LearnerWorkers(SpawnedWorkers):
         self._learning = learning and count > 1
         self._rendezvous_socket: socket.socket | None = None
         self._call_socket: socket.socket | None = None
-        self._secret = None if launch is None else secret_of_attempt()
+        self._secret = None if launch is None else read_attempt_secret()
         self._token = "" if self._secret else secrets.token_hex(_TOKEN_DIGITS // 2)
 
     def _start_call(
@@ -88,9 +88,9 @@ class LearnerWorkers(SpawnedWorkers):
         assert self._call_socket is not None
         connection, caller = self._call_socket.accept()
         try:
-            rank, seal = admit(connection, self._secret or self._token.encode())
+            rank, seal = server_handshake(connection, self._secret or self._token.encode())
             if rank not in range(1, self.count) or rank in self._by_rank:
-                raise Stranger(f"rank {rank} is not waited for")
+                raise UnknownCallerError(f"rank {rank} is not waited for")
         except (OSError, ValueError) as error:
             connection.close()
             logger.warning(
@@ -100,13 +100,13 @@ class LearnerWorkers(SpawnedWorkers):
             )
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        watch_for_silence(connection)
+        enable_keepalive(connection)
         self._send_setup(rank, MessageChannel(connection, seal))
         if len(self._by_rank) == self.count:
             self._selector.unregister(self._call_socket)
             self._call_socket.close()
 
-    def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
+    def _setup_of(self, rank: int) -> tuple[RankSetup, list[socket.socket]]:
         assert self._setup is not None
         assert self._rendezvous_socket is not None
         port = self._rendezvous_socket.getsockname()[1]
@@ -116,16 +116,16 @@ class LearnerWorkers(SpawnedWorkers):
             calls = f"{host} {self._call_socket.getsockname()[1]} {self._token}".rstrip()
         meeting = (host, port) if self._learning else None
         handed = [self._rendezvous_socket] if rank == 0 and self._learning else []
-        return PeerSetup(rank, self.count, self._setup, meeting, calls, sends_log=rank == 0), handed
+        return RankSetup(rank, self.count, self._setup, meeting, calls, sends_log=rank == 0), handed
 
     def _handle_disconnect(self, rank: int) -> WorkerLostError:
         worker = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"
         if rank not in self._started:
             return WorkerLostError(
-                f"{worker}, or its machine, which torchrun's log tells. {RESUME}"
+                f"{worker}, or its machine, which torchrun's log tells. {RESUME_HINT}"
             )
         code, words = self._reap(rank)
-        return WorkerLostError(f"{worker}: {describe_exit(code)} {RESUME}{words}")
+        return WorkerLostError(f"{worker}: {describe_exit(code)} {RESUME_HINT}{words}")
 
     def _end_all(self) -> None:
         super()._end_all()

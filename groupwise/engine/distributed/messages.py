@@ -5,8 +5,8 @@ The main process may send `Call`s to the zygote, each answered by `CallResult` o
 socket for each rank. The zygote sends `Ready` or `CallFailure`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a rank the main
 process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallFailure`, and `LogRecordMessage`.
 
-A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `CallFailure`, and finally `Shutdown`. It sends `Heartbeat` at
-regular intervals if `PeerSetup.heartbeat_interval` is set.
+A rank with its own model first receives `RankSetup`, which it answers with `Ready` or `CallFailure`, and finally `Shutdown`. It sends `Heartbeat` at
+regular intervals if `RankSetup.heartbeat_interval` is set.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSetup:
+class RankSetup:
     """Setup of one rank that has its own model."""
 
     rank: int
@@ -209,7 +209,7 @@ class MessageChannel:
         self._taken_over += [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
-def portable(error: BaseException) -> BaseException:
+def picklable_error(error: BaseException) -> BaseException:
     """The error in a form that can be pickled; one that is not a GroupwiseError carries its traceback as a note."""
     if not isinstance(error, GroupwiseError):
         error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))

@@ -21,20 +21,20 @@ from groupwise.core.processes.family import signal_when_parent_ends
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed.handshake import (
     HANDSHAKE_TIMEOUT,
-    Stranger,
-    introduce,
-    secret_of_attempt,
+    UnknownCallerError,
+    client_handshake,
+    read_attempt_secret,
 )
 from groupwise.engine.distributed.messages import (
     CallFailure,
     MessageChannel,
-    PeerSetup,
+    RankSetup,
     Ready,
-    portable,
+    picklable_error,
 )
 from groupwise.engine.distributed.rank import CallServer, send_log
-from groupwise.engine.distributed.rpc import RESUME
-from groupwise.engine.distributed.torchrun import TorchrunRank, gpu_of, watch_for_silence
+from groupwise.engine.distributed.rpc import RESUME_HINT
+from groupwise.engine.distributed.torchrun import TorchrunRank, visible_gpu, enable_keepalive
 from groupwise.engine.distributed.zygote import make
 
 CONNECT_TIMEOUT = 60.0
@@ -55,7 +55,7 @@ def main(parent: int, descriptor: int) -> NoReturn:
 
 def run_torchrun_rank(launch: TorchrunRank) -> NoReturn:
     """Act as the rank that torchrun has started this process for."""
-    os.environ.update(gpu_of(launch.local_rank))
+    os.environ.update(visible_gpu(launch.local_rank))
     if launch.machines == 1 and sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from groupwise.engine.learner.collective import read_published
@@ -79,7 +79,7 @@ def run_torchrun_rank(launch: TorchrunRank) -> NoReturn:
 def _call_first_rank(address: list[str], rank: int) -> MessageChannel:
     """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
     host, port, *token = address
-    secret = secret_of_attempt()
+    secret = read_attempt_secret()
     if secret is None and not token:
         raise UsageError(
             f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
@@ -91,15 +91,15 @@ def _call_first_rank(address: list[str], rank: int) -> MessageChannel:
         connection = None
         try:
             connection = socket.create_connection((host, int(port)), HANDSHAKE_TIMEOUT)
-            seal = introduce(connection, secret or token[0].encode(), rank)
-            watch_for_silence(connection)
+            seal = client_handshake(connection, secret or token[0].encode(), rank)
+            enable_keepalive(connection)
             return MessageChannel(connection, seal)
         except OSError as error:
             if connection is not None:
                 connection.close()
-            if isinstance(error, Stranger) or time.monotonic() > deadline:
+            if isinstance(error, UnknownCallerError) or time.monotonic() > deadline:
                 raise WorkerLostError(
-                    f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME}"
+                    f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME_HINT}"
                 ) from error
         time.sleep(RETRY_SECONDS)
 
@@ -107,13 +107,13 @@ def _call_first_rank(address: list[str], rank: int) -> MessageChannel:
 def serve(channel: MessageChannel) -> NoReturn:
     """Act as the rank that the setup from the other end describes."""
     try:
-        setup: PeerSetup = channel.receive()
+        setup: RankSetup = channel.receive()
         sockets = channel.taken_over()
         send_log(channel if setup.sends_log else None, setup.setup.log_level)
         try:
             hosted = _meet_and_make(setup, sockets)
         except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
-            channel.send(CallFailure(0, portable(error)))
+            channel.send(CallFailure(0, picklable_error(error)))
             with suppress(EOFError):
                 channel.receive()
             os._exit(1)
@@ -126,7 +126,7 @@ def serve(channel: MessageChannel) -> NoReturn:
     os._exit(1)
 
 
-def _meet_and_make(peer: PeerSetup, sockets: list[socket.socket]) -> Any:
+def _meet_and_make(peer: RankSetup, sockets: list[socket.socket]) -> Any:
     """Join the process group, if the ranks learn together, and make the hosted object."""
     from groupwise.engine.learner import collective
     from groupwise.engine.models.config import ModelConfig

@@ -25,13 +25,13 @@ _begun: list[ForkedWorkers] = []
 """The started zygote, if any; at most one."""
 
 
-def begin() -> None:
+def start_zygote() -> None:
     """Start a zygote that answers questions, also about GPUs, unless one has been started."""
     if not _begun:
         _begun.append(_start_ranks(sees_gpus=True))
 
 
-def take() -> ForkedWorkers:
+def take_zygote() -> ForkedWorkers:
     """Hand the started zygote, or a new one, over to the caller, which sends it the setup."""
     return _begun.pop() if _begun else _start_ranks(sees_gpus=False)
 
@@ -42,7 +42,7 @@ def _start_ranks(*, sees_gpus: bool) -> ForkedWorkers:
     return ranks
 
 
-def give_up() -> None:
+def end_zygote() -> None:
     """End a zygote that was started but is not needed."""
     while _begun:
         _begun.pop().close()

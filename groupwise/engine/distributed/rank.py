@@ -29,7 +29,7 @@ from groupwise.engine.distributed.messages import (
     Shutdown,
     LogRecordMessage,
     MessageChannel,
-    portable,
+    picklable_error,
 )
 
 
@@ -78,7 +78,7 @@ class CallServer:
     def __init__(
         self, hosted: Any, channel: MessageChannel, heartbeat: float | None = None
     ) -> None:
-        """`heartbeat`: seconds between two `Heartbeat` messages, as `PeerSetup.heartbeat_interval`."""
+        """`heartbeat`: seconds between two `Heartbeat` messages, as `RankSetup.heartbeat_interval`."""
         self._hosted = hosted
         self._channel = channel
         self._beat = heartbeat
@@ -128,4 +128,4 @@ class CallServer:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 — belongs to the caller
-            self._channel.send(CallFailure(call.number, portable(error)))
+            self._channel.send(CallFailure(call.number, picklable_error(error)))

@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """One thread per process, and huge pages for allocated memory if the system offers them: reading weights is a few per cent faster."""
-RESUME = "A run goes on from its last checkpoint with --resume."
+RESUME_HINT = "A run goes on from its last checkpoint with --resume."
 
 RankCall = tuple[int, str, tuple[Any, ...]]
 """Rank, path of the attribute to call, arguments."""
@@ -130,11 +130,11 @@ class WorkerCalls:
             case LogRecordMessage(record):
                 _log_record(record)
             case CallResult(number, value):
-                settle(self._pop_pending(number), value)
+                settle_future(self._pop_pending(number), value)
             case CallFailure(0, error):
-                settle(self._ready, error=error)
+                settle_future(self._ready, error=error)
             case CallFailure(number, error):
-                settle(self._pop_pending(number), error=error)
+                settle_future(self._pop_pending(number), error=error)
 
     def _begin_call(self) -> None:
         """Called before a call is sent; subclasses override it."""
@@ -178,7 +178,7 @@ class WorkerCalls:
             self._end_reason = reason
             pending, self._pending = self._pending, {}
         for future in (self._ready, *pending.values()):
-            settle(future, error=reason)
+            settle_future(future, error=reason)
         return True
 
 
@@ -206,7 +206,7 @@ def end_reason_of(lived: Callable[[], RunError]) -> RunError:
         return error
     except BaseException as error:  # noqa: BLE001 — callers would otherwise wait for ever
         reason = RunError(
-            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
+            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME_HINT}"
         )
         reason.__cause__ = error
         return reason
@@ -222,17 +222,17 @@ def _log_record(record: logging.LogRecord) -> None:
         logging.Handler().handleError(record)
 
 
-def same_in_all(name: str, values: Sequence[str]) -> str:
+def require_equal(name: str, values: Sequence[str]) -> str:
     """The value that all ranks report. Raises RunError, with `what` as the value's name, if they differ."""
     if len(set(values)) > 1:
         raise RunError(
             f"The model workers have come apart: {name} should be the same in all of them, and are {', '.join(values)}. "
-            f"Please report this. {RESUME}"
+            f"Please report this. {RESUME_HINT}"
         )
     return values[0]
 
 
-def settle(
+def settle_future(
     future: Future[Any] | None, value: Any = None, error: BaseException | None = None
 ) -> None:
     """Set a future's result or error, unless its caller has cancelled it."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy
-from groupwise.engine.distributed.rpc import WorkerCalls, same_in_all
-from groupwise.engine.distributed.sharding import Share, deal
+from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
+from groupwise.engine.distributed.sharding import Share, share_groups
 
 _SERVED = "the samplers' weights"
 GATHER_SECONDS = 0.003
@@ -41,7 +41,7 @@ class RankSampler:
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
         self._dealt: list[_Ticket] = []
-        self._fingerprint = same_in_all(_SERVED, ranks.call_all_now("sampler.fingerprint"))
+        self._fingerprint = require_equal(_SERVED, ranks.call_all_now("sampler.fingerprint"))
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
@@ -74,7 +74,7 @@ class RankSampler:
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""
         await self._ranks.call_all("sampler.load", policy)
-        self._fingerprint = same_in_all(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
+        self._fingerprint = require_equal(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""
@@ -82,7 +82,7 @@ class RankSampler:
 
     def _deal(self) -> None:
         tickets, self._waiting = self._waiting, []
-        shares_by_ticket = deal([len(ticket.request.seeds) for ticket in tickets], self._loads)
+        shares_by_ticket = share_groups([len(ticket.request.seeds) for ticket in tickets], self._loads)
         for ticket, shares in zip(tickets, shares_by_ticket, strict=True):
             if ticket.dealt.cancelled():
                 continue
@@ -106,7 +106,7 @@ class RankSampler:
 
 
 class RankWitness:
-    """A `groupwise.engine.sampler.vllm.sampler.Knows` over the `witness` that the first rank hosts.
+    """A `groupwise.engine.sampler.vllm.sampler.PolicyWitness` over the `witness` that the first rank hosts.
 
     All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """
@@ -115,12 +115,12 @@ class RankWitness:
         self._ranks = ranks
         self._fingerprint = str(self._call_witness("fingerprint"))
         self.vocabulary = int(self._call_witness("vocabulary"))
-        """See `Knows`."""
+        """See `PolicyWitness`."""
         self.rank = int(self._call_witness("rank"))
-        """See `Knows`."""
+        """See `PolicyWitness`."""
 
     def read(self, folder: str) -> None:
-        """See `Knows.read`."""
+        """See `PolicyWitness.read`."""
         self._call_witness("read", folder)
         self._fingerprint = str(self._call_witness("fingerprint"))
 
@@ -135,7 +135,7 @@ class RankWitness:
         temperature: float,
         plain: bool = False,
     ) -> list[float]:
-        """See `Knows.logprobs`."""
+        """See `PolicyWitness.logprobs`."""
         return self._call_witness(
             "logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain
         )

@@ -30,16 +30,16 @@ from groupwise.engine.distributed.messages import (
     Cancel,
     CallFailure,
     MessageChannel,
-    PeerSetup,
+    RankSetup,
 )
-from groupwise.engine.distributed.rpc import RESUME, describe_exit
+from groupwise.engine.distributed.rpc import RESUME_HINT, describe_exit
 from groupwise.engine.distributed.spawned_workers import RankMessage, SpawnedWorkers
 
 logger = logging.getLogger(__name__)
 
 _DRAW = "sampler.generate"
 _LOAD = "sampler.load"
-MOST_ENDS = 3
+MAX_CONSECUTIVE_ENDS = 3
 """The run fails after this many ends of one sampler without a completion in between: its requests, or the machine, are then likely to
 end the next one as well."""
 START_TIMEOUT = 1800.0
@@ -102,10 +102,10 @@ class SamplerWorkers(SpawnedWorkers):
         for rank in range(self.count):
             self._start_rank(rank)
 
-    def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
+    def _setup_of(self, rank: int) -> tuple[RankSetup, list[socket.socket]]:
         assert self._setup is not None
         tells = self._tells and rank == 0
-        return PeerSetup(
+        return RankSetup(
             rank, self.count, self._setup, None, sends_log=tells, heartbeat_interval=self._beat
         ), []
 
@@ -199,10 +199,10 @@ class SamplerWorkers(SpawnedWorkers):
         self._ends[rank] += 1
         worker = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
         cause = hangs or describe_exit(code)
-        if self._ends[rank] == MOST_ENDS:
+        if self._ends[rank] == MAX_CONSECUTIVE_ENDS:
             return RunError(
-                f"{worker} {MOST_ENDS} times without having drawn anything in between, at last so: {cause} Another one would end "
-                f"likewise. {RESUME}{words}"
+                f"{worker} {MAX_CONSECUTIVE_ENDS} times without having drawn anything in between, at last so: {cause} Another one would end "
+                f"likewise. {RESUME_HINT}{words}"
             )
         logger.warning(
             "%s: %s Another one takes its place, and draws again what was not finished%s",

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import by_prompt
+from groupwise.engine.learner.layout import group_by_prompt
 
-UNEVEN = 1.1
+MAX_IMBALANCE = 1.1
 """Groups are cut if whole ones give a rank more than this times its fair share of tokens: computing a prompt twice costs less than ranks
 that wait."""
 
@@ -32,7 +32,7 @@ class Share:
         return self.end - self.start
 
 
-def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
+def share_groups(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
     """Divide groups of the given sizes among ranks so that all have equally many members, counting `loads`, the members they already have.
 
     Returns the shares of each group, in the order of its members.
@@ -61,12 +61,12 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
     return shares
 
 
-def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
+def shard_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     """Row indices of each rank, ascending. A rank may have none.
 
     The shares are balanced by computed tokens: a prompt counts once in each rank that has rows of it.
     """
-    groups = [*by_prompt(rows).values()]
+    groups = [*group_by_prompt(rows).values()]
     costs = [_token_cost(rows, members) for members in groups]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -74,7 +74,7 @@ def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
         rank = min(range(ranks), key=loads.__getitem__)
         shares[rank] += groups[index]
         loads[rank] += costs[index]
-    uneven = max(loads) > UNEVEN * sum(loads) / ranks
+    uneven = max(loads) > MAX_IMBALANCE * sum(loads) / ranks
     return [sorted(share) for share in (_cut_evenly(rows, groups, ranks) if uneven else shares)]
 
 

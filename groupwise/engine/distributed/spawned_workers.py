@@ -28,7 +28,7 @@ from groupwise.engine.distributed.messages import (
     Shutdown,
     LogRecordMessage,
     MessageChannel,
-    PeerSetup,
+    RankSetup,
     Ready,
     Setup,
 )
@@ -36,10 +36,10 @@ from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
     WorkerCalls,
     end_reason_of,
-    settle,
+    settle_future,
     make_setup,
 )
-from groupwise.engine.distributed.torchrun import gpu_of
+from groupwise.engine.distributed.torchrun import visible_gpu
 
 LOCALHOST = "127.0.0.1"
 _END_LIMIT = 10.0
@@ -128,7 +128,7 @@ class SpawnedWorkers(WorkerCalls):
         """Start the processes."""
         raise NotImplementedError
 
-    def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
+    def _setup_of(self, rank: int) -> tuple[RankSetup, list[socket.socket]]:
         """The setup of a rank, and the sockets to send with it."""
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class SpawnedWorkers(WorkerCalls):
         """Called when a rank has made its hosted object; the last one settles the wait of `make`."""
         if len(self._pids) == self.count:
             self._channels = [self._by_rank[index] for index in range(self.count)]
-            settle(self._ready)
+            settle_future(self._ready)
 
     # --- run by the thread -----------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class SpawnedWorkers(WorkerCalls):
     def _popen(self, rank: int, descriptor: int) -> Popen[bytes]:
         assert self._setup is not None
         on_cpu = self._setup.arguments["layout"]["device"] == "cpu"
-        visible = NO_GPU if on_cpu else gpu_of(self._first_gpu + rank)
+        visible = NO_GPU if on_cpu else visible_gpu(self._first_gpu + rank)
         arguments = (str(os.getpid()), str(descriptor))
         try:
             return Popen(

@@ -13,7 +13,7 @@ from groupwise.core.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-QUIET = 30
+KEEPALIVE_SECONDS = 30
 """Seconds without traffic after which a connection is probed. After twice as long without an answer it is considered lost."""
 
 
@@ -39,7 +39,7 @@ class TorchrunRank:
         return rank >= self.local_count
 
 
-def read_launch(environment: Mapping[str, str] = os.environ) -> TorchrunRank | None:
+def read_torchrun_rank(environment: Mapping[str, str] = os.environ) -> TorchrunRank | None:
     """This process's rank among those started together; None if it was started alone. Raises UsageError for invalid values."""
     if not all(environment.get(variable) for variable in VARIABLES):
         return None
@@ -58,7 +58,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> TorchrunRank | N
     return TorchrunRank(rank, count, local_rank, local_count, environment["MASTER_ADDR"])
 
 
-def refuse_other_number(launch: TorchrunRank | None, learners: int) -> None:
+def check_world_size(launch: TorchrunRank | None, learners: int) -> None:
     """Raise UsageError if the config wants another number of learners than processes were started."""
     if launch is None or launch.count == learners:
         return
@@ -69,7 +69,7 @@ def refuse_other_number(launch: TorchrunRank | None, learners: int) -> None:
     )
 
 
-def gpu_of(local_rank: int) -> dict[str, str]:
+def visible_gpu(local_rank: int) -> dict[str, str]:
     """Environment variables that make only this rank's own GPU visible to it; empty if there is none for it."""
     setting = os.environ.get(VISIBLE_DEVICES)
     devices = [device for device in (setting or "").split(",") if device]
@@ -78,11 +78,11 @@ def gpu_of(local_rank: int) -> dict[str, str]:
     return {VISIBLE_DEVICES: devices[local_rank]} if local_rank < len(devices) else {}
 
 
-def watch_for_silence(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Detect a machine that lost power, which closes no connection; the operating system's own limit is two hours."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * QUIET)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * KEEPALIVE_SECONDS)

@@ -31,7 +31,7 @@ from groupwise.engine.distributed.messages import (
     MessageChannel,
     Ready,
     Setup,
-    portable,
+    picklable_error,
 )
 from groupwise.engine.distributed.rank import run_rank, send_log
 
@@ -56,7 +56,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     try:
         hosted = make(setup)
     except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
-        channel.send(CallFailure(0, portable(error)))
+        channel.send(CallFailure(0, picklable_error(error)))
         return
     ranks = _fork_ranks(hosted, channel, channels, setup.log_level)
     threading.Thread(target=_kill_at_end, args=(channel, ranks), daemon=True).start()
@@ -79,7 +79,7 @@ def _answer_until_setup(channel: MessageChannel) -> Setup:
             function = load(message.name, kind="function").object
             channel.send(CallResult(message.number, function(*message.arguments)))
         except Exception as error:  # noqa: BLE001 — belongs to the caller
-            channel.send(CallFailure(message.number, portable(error)))
+            channel.send(CallFailure(message.number, picklable_error(error)))
     return message
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from groupwise.core.errors import WorkerLostError
-from groupwise.engine.models.memory import lacks_memory
+from groupwise.engine.models.memory import is_out_of_memory
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other: while the first one reads its data, while models are read, and for the rank with the longest rows.
@@ -98,7 +98,7 @@ class Collective:
             dist.all_reduce(total_X)
             present = total_X[-len(parameters) :].tolist()
         except RuntimeError as error:
-            if lacks_memory(error):
+            if is_out_of_memory(error):
                 raise
             sys.stderr.write(f"another learner cannot be reached: {error}\n")
             sys.stderr.flush()

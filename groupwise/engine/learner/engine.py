@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import Forward, ForwardOutputs, Paths, choose_paths
+from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs, Paths, choose_paths
 from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 
-Compute = Callable[[Any, ForwardOutputs], Forward]
+Compute = Callable[[Any, ForwardOutputs], ForwardResult]
 """Computes log-probabilities and entropies of a micro-batch that the same engine has cut."""
 
 
@@ -77,7 +77,7 @@ class TransformersEngine:
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
-        def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> Forward:
+        def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> ForwardResult:
             return replace(paths, wanted=outputs).forward(decoder, batch)
 
         acting = (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, widest
+from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, longest_completion
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardResult:
     """Numbers per completion token, padded on the right; they are 0 for padding and for tokens that were not requested."""
 
     logprobs_BT: Tensor
@@ -64,7 +64,7 @@ class Paths:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
         return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
 
-    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> Forward:
+    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> ForwardResult:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedBatch):
             return packed_rows(decoder, batch, self.outputs)
@@ -86,7 +86,7 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
 
 def shared_prompt(
     decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
-) -> Forward:
+) -> ForwardResult:
     """Compute the prompt once, then all its completions as a batch."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -107,7 +107,7 @@ def shared_prompt(
 
 def whole_rows(
     decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
-) -> Forward:
+) -> ForwardResult:
     """Compute each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
@@ -123,7 +123,7 @@ def whole_rows(
 
 def packed_rows(
     decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
-) -> Forward:
+) -> ForwardResult:
     """Compute rows one after another in sequences: positions start at 0 in each row, and no row attends to another."""
     device = decoder.device
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
@@ -141,13 +141,13 @@ def packed_rows(
         first_index = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
         token_indices.append(torch.arange(len(row.completion_ids), device=device) + first_index)
     hidden_SLH = decoder.hidden(
-        ids_SL.to(device), positions_SL.to(device), blocks(owners_SL.to(device)), None
+        ids_SL.to(device), positions_SL.to(device), same_owner_mask(owners_SL.to(device)), None
     )
     at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(token_indices)]
     return _at_tokens(decoder, batch.rows, at_hidden, outputs)
 
 
-def blocks(owners_SL: Tensor) -> Tensor:
+def same_owner_mask(owners_SL: Tensor) -> Tensor:
     """Attention mask [S, L, L]: a token sees itself and the earlier tokens of the same owner (row)."""
     length = owners_SL.shape[1]
     same_SLL = owners_SL[:, :, None] == owners_SL[:, None, :]
@@ -193,12 +193,12 @@ def _pad_rows(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor
 def _real_tokens(rows: Sequence[Row], device: torch.device) -> Tensor:
     """Mask [B, T] of the places that hold a token."""
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
-    return torch.arange(widest(rows), device=device) < lengths_B[:, None]
+    return torch.arange(longest_completion(rows), device=device) < lengths_B[:, None]
 
 
 def _at_tokens(
     decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, outputs: ForwardOutputs
-) -> Forward:
+) -> ForwardResult:
     """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
     queried = query_tokens(rows, outputs, hidden_AH.device)
     targets = queried.targets
@@ -244,12 +244,12 @@ class QueriedTokens:
     places_BT: Tensor
     """Mask of these tokens in the padded shape."""
 
-    def spread(self, numbers: TokenNumbers) -> Forward:
+    def spread(self, numbers: TokenNumbers) -> ForwardResult:
         """The numbers of the targets in the padded shape, 0 elsewhere."""
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
-        return Forward(
+        return ForwardResult(
             empty_BT.masked_scatter(places_BT, numbers.logprobs_N),
             empty_BT.masked_scatter(places_BT, numbers.entropies_N),
             None

@@ -31,7 +31,7 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import Collective
 from groupwise.engine.learner.engine import Compute, TransformersEngine
-from groupwise.engine.learner.forward import Forward, ForwardOutputs
+from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs
 from groupwise.engine.learner.layout import Batch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 
@@ -41,7 +41,7 @@ _EMPTY_BATCH = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), (
 """Batch for learners that have no rows left."""
 
 Numbers = tuple[Tensor, Tensor, Tensor | None]
-"""The fields of a `Forward` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
+"""The fields of a `ForwardResult` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
 
 
 class FsdpEngine:
@@ -89,8 +89,8 @@ class FsdpEngine:
         model = self._weights.model if role == "policy" else self._weights.reference_model
         with self._engine.acting(role, gradient=gradient) as compute:
 
-            def gathered(batch: Any, outputs: ForwardOutputs) -> Forward:
-                return Forward(*getattr(model, _PASS)(compute, batch, outputs))
+            def gathered(batch: Any, outputs: ForwardOutputs) -> ForwardResult:
+                return ForwardResult(*getattr(model, _PASS)(compute, batch, outputs))
 
             yield gathered
 

@@ -53,7 +53,7 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
             by_module = partial(_by_module, adapted.layers[path], weights.name)
             ways: list[Compute] = [by_module]
             if native is not None:
-                by_engine = native_ways(native, path)
+                by_engine = native_computations(native, path)
                 ways = [
                     by_engine["sampler"],
                     by_module if weights.dropout else by_engine["learner"],
@@ -96,7 +96,7 @@ def error_of(realised_NO: Tensor, exact_NO: Tensor) -> float:
     return float(residuals_N.square().sum().sqrt() / squares_N.sum())
 
 
-def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
+def native_computations(native: NativeModel, path: str) -> dict[str, Compute]:
     """The ways in which the native sampler and learner compute a layer, by name."""
     linear, part = next(
         (linear, part) for linear in native.products for part in linear.parts if part.path == path

@@ -49,7 +49,7 @@ EX_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """This machine's rank among all, and the rendezvous address."""
 
     rank: int
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    meeting = read_meeting(os.environ)
+    meeting = read_rendezvous(os.environ)
     if STARTED_BY_SRUN in os.environ:
-        Thread(target=end_when_told, args=[Path(os.environ[STARTED_BY_SRUN])], daemon=True).start()
+        Thread(target=end_on_signal_file, args=[Path(os.environ[STARTED_BY_SRUN])], daemon=True).start()
     if meeting is None and ORDER in os.environ:
         sys.exit(run_on_ray(os.environ, arguments, options.processes, options.command))
     if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:
@@ -108,7 +108,7 @@ def run_on_all_nodes(count: int, arguments: Sequence[str]) -> int:
     return code if code >= 0 else EX_TEMPFAIL
 
 
-def end_when_told(path: Path) -> None:
+def end_on_signal_file(path: Path) -> None:
     """Send this process TERM once the file has content. The file exists from the start: network disks may show a new one late."""
     while True:
         with suppress(OSError):  # of a network disk; the next read may succeed
@@ -147,7 +147,7 @@ def run_on_ray(
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(json.dumps(order).encode())
         temporary.rename(path)
-        meeting = read_meeting({**environment, **variables})
+        meeting = read_rendezvous({**environment, **variables})
         assert meeting is not None, "the variables say it"
         return run(meeting, processes, command)
     finally:
@@ -185,11 +185,11 @@ class OutputRepeater:
                 return
 
 
-def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
+def read_rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
     """This machine's rank and the rendezvous address from the environment; None if it has none."""
     if STARTED_BY_SRUN in environment:
         name = environment.get("GROUPWISE_ATTEMPT") or f"slurm.{environment['SLURM_JOB_ID']}"
-        return Meeting(
+        return Rendezvous(
             int(environment["SLURM_NODEID"]),
             int(environment["SLURM_NNODES"]),
             environment["SLURM_LAUNCH_NODE_IPADDR"],
@@ -201,10 +201,10 @@ def read_meeting(environment: Mapping[str, str]) -> Meeting | None:
         return None
     rank, count, host, port = (environment[variable] for variable in variables)
     name = environment.get("GROUPWISE_RENDEZVOUS") or "job"
-    return Meeting(int(rank), int(count), host, int(port), name)
+    return Rendezvous(int(rank), int(count), host, int(port), name)
 
 
-def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
+def run(meeting: Rendezvous, processes: str, command: Sequence[str]) -> int:
     """Start the command by torchrun, and wait until it has ended on this machine. Returns its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

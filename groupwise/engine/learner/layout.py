@@ -27,7 +27,7 @@ class MicroBatch:
     @property
     def width(self) -> int:
         """Tokens of the longest completion."""
-        return widest(self.rows)
+        return longest_completion(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -50,7 +50,7 @@ class PackedBatch:
     @property
     def width(self) -> int:
         """Tokens of the longest completion."""
-        return widest(self.rows)
+        return longest_completion(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -75,7 +75,7 @@ class Batch(Protocol):
         ...
 
 
-def widest(rows: Sequence[Row]) -> int:
+def longest_completion(rows: Sequence[Row]) -> int:
     """Tokens of the longest completion."""
     return max(len(row.completion_ids) for row in rows)
 
@@ -90,7 +90,7 @@ def cut(
     if not packing:
         return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
     sharing: list[int] = []
-    for prompt_ids, members in by_prompt(rows).items() if prompt_shared else ():
+    for prompt_ids, members in group_by_prompt(rows).items() if prompt_shared else ():
         width = max(len(rows[index].completion_ids) for index in members)
         shared_cost = len(prompt_ids) + len(members) * (width - 1)
         packed_cost = sum(_row_tokens(rows[index]) for index in members)
@@ -105,7 +105,7 @@ def cut(
     ]
 
 
-def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
+def group_by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
     """Indices of the rows of each prompt; prompts are in the order of their first row."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
@@ -122,7 +122,7 @@ def microbatches(
     longer completions come first, which needs the least padding.
     """
     batches: list[MicroBatch] = []
-    for prompt_ids, members in by_prompt(rows).items():
+    for prompt_ids, members in group_by_prompt(rows).items():
         per_batch, per_row = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
         longest_first = sorted(members, key=lambda index: -len(rows[index].completion_ids))
         while longest_first:

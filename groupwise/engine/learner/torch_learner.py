@@ -34,16 +34,16 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
-from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, Forward, ForwardOutputs
+from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, ForwardResult, ForwardOutputs
 from groupwise.engine.learner.fsdp import FsdpEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.replicas import GradientSum
-from groupwise.engine.learner.schedule import too_fast
-from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, norm
+from groupwise.engine.learner.schedule import learning_rate_too_high
+from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 
 OPTIMISER = "optimiser.safetensors"
@@ -137,11 +137,11 @@ class TorchLearner:
 
         Raises `NonFiniteError` if the update itself made weights NaN or infinite.
         """
-        with memory_explained("updating the weights"):
+        with explaining_out_of_memory("updating the weights"):
             if self._replicas is not None:
                 self._replicas.sum_gradients([*self._parameters.values()])
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            length = norm(gradients) if gradients else 0.0
+            length = total_norm(gradients) if gradients else 0.0
             applied = math.isfinite(length)
             if applied:
                 if params.max_grad_norm is not None and length > params.max_grad_norm:
@@ -212,13 +212,13 @@ class TorchLearner:
             _add_sums(sums, loss_function.loss(token_batch(batch, forward)))
         return sums, _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
-    @memory_explained("computing log-probabilities")
+    @explaining_out_of_memory("computing log-probabilities")
     def _forwards(
         self,
         rows: Sequence[Row],
         role: PolicyRole = "policy",
         outputs: ForwardOutputs = DEFAULT_OUTPUTS,
-    ) -> list[tuple[Batch, Forward]]:
+    ) -> list[tuple[Batch, ForwardResult]]:
         """Every micro-batch with its outputs, computed without gradient and dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
             batches = self._engine.cut(rows, self._max_tokens, gradient=False)
@@ -264,7 +264,7 @@ class TorchLearner:
         self._optimiser.state.clear()
         self._updates = 0
 
-    @memory_explained("learning")
+    @explaining_out_of_memory("learning")
     def _backward(
         self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
@@ -292,9 +292,9 @@ class TorchLearner:
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
-            raise too_fast(params) from error
-        if not math.isfinite(norm([*self._parameters.values()])):
-            raise too_fast(params)
+            raise learning_rate_too_high(params) from error
+        if not math.isfinite(total_norm([*self._parameters.values()])):
+            raise learning_rate_too_high(params)
         self._updates += 1
 
     def _optimiser_tensors(self) -> dict[str, Tensor]:
@@ -344,7 +344,7 @@ def _add_sums(sums: dict[str, float], result: LossResult) -> None:
         sums[name] = sums.get(name, 0.0) + float(value.detach())
 
 
-def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
+def token_batch(batch: Batch, forward: ForwardResult) -> TokenBatch:
     """Convert a micro-batch and its log-probabilities to the tensors that a loss takes."""
     device = forward.logprobs_BT.device
 

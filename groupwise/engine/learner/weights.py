@@ -273,7 +273,7 @@ def copy_parts(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin
             tensor.copy_(source)
 
 
-def norm(tensors: Sequence[Tensor]) -> float:
+def total_norm(tensors: Sequence[Tensor]) -> float:
     """Norm of all tensors together, including their parts on other learners."""
     total = torch.nn.utils.get_total_norm(tensors)
     return float(total.full_tensor() if isinstance(total, DTensor) else total)

@@ -23,11 +23,11 @@ from groupwise.engine.models.hub import may_be_hub_id
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
 
-LEFT_OUT = ("callbacks", "run")
+OMITTED_SECTIONS = ("callbacks", "run")
 """Sections of the config that do not affect the weights."""
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
 """Packages whose versions a run records (`packages_used`)."""
-WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
+METHODS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
 """The training commands, as phrases for the card."""
 DIGITS = 4
 _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
@@ -69,12 +69,12 @@ def model_card(
         earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
     base = _base_name(config, facts)
     adapter = is_adapter(weights) and not merged
-    settings = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    settings = {key: value for key, value in config.items() if key not in OMITTED_SECTIONS}
     if lineage := facts.get("lineage"):  # name copied weights by their policy, not by their path
         copied = "adapter" if config["model"].get("adapter") else "name"
         settings["model"] = {**config["model"], copied: lineage[-1]["policy"]}
     kind = facts.get("kind", "rl")
-    method = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
+    method = METHODS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
     title = "A low-rank adapter for" if adapter else "A model made from"
     paragraphs = [
         _yaml_header(config, facts, base, adapter=adapter),
@@ -175,7 +175,7 @@ def _lineage_lines(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
     sources: list[str] = []
     for earlier in reversed(lineage):
         kind = earlier.get("kind")
-        trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if kind else ""
+        trained = f" ({METHODS[kind]} on {_trained_on(earlier)})" if kind else ""
         sources.append(f"{_inline_code(earlier['policy'])}{trained}")
     if sources:
         yield f"It started from {', which started from '.join(sources)}."

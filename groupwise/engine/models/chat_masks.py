@@ -22,9 +22,9 @@ from groupwise.core.errors import TaskError
 from groupwise.engine.models.chat_template import (
     PROBE,
     Chat,
-    Refused,
+    TemplateRefused,
     apply,
-    header_of,
+    assistant_header,
     prompt_text,
     render,
     template_of,
@@ -64,7 +64,7 @@ def mask_turns(
     `prefills` maps a turn to its first words if its prompt contains them.
 
     If the conversation starts with an assistant turn, that turn has no prompt. It is context and not trained, unless the template marks
-    the assistant's words. Raises `Refused` if it is the only turn or the template refuses the messages, and `TaskError` if no mask can be
+    the assistant's words. Raises `TemplateRefused` if it is the only turn or the template refuses the messages, and `TaskError` if no mask can be
     right.
     """
     rows: list[MaskedRow] = []
@@ -120,7 +120,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     if MARKS.search(template_of(tokenizer, chat)):
         return _marked_turn(tokenizer, chat, turn)
     if turn == 0:
-        raise Refused(
+        raise TemplateRefused(
             "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
             "or leave that turn out."
         )
@@ -128,7 +128,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     full_text = _render_turns(tokenizer, chat, turn + 1, ask=False)
     if not full_text.startswith(asked_text):
         if chat.messages[turn - 1]["role"] == "assistant":
-            raise Refused(
+            raise TemplateRefused(
                 "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
                 "Make them one turn, or leave one out."
             )
@@ -141,7 +141,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
             "does not do so, or that marks the assistant's words with {% generation %}."
         )
     if asked_text == _render_turns(tokenizer, chat, turn, ask=False):
-        header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
+        header = assistant_header(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         asked_text += header if header.strip() and full_text.startswith(asked_text + header) else ""
     opening = text_ids(tokenizer, asked_text)
     turn_text = _tokens_after(tokenizer, asked_text, opening, full_text)
@@ -162,14 +162,14 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
     asked_text = prompt_text(tokenizer, replace(chat, messages=messages))
     message = chat.messages[turn]
     if message.keys() & REASONING:
-        raise Refused(
+        raise TemplateRefused(
             "the prompt begins a turn whose reasoning is given apart, so which words come first cannot be told. Write the reasoning into "
             "the completion."
         )
     probe = [*chat.messages[:turn], {**message, "content": PROBE}]
     _, marker, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not marker:
-        raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
+        raise TemplateRefused(f"the chat template does not write what message {turn} (assistant) says.")
     full_text = (
         asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
     )
@@ -186,7 +186,7 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     """The turn as the template marks it. Marks of earlier turns are ignored: those turns have their own rows, or are merged later."""
     messages = list(chat.messages[: turn + 1])
     if break_control_tokens(tokenizer, messages) != messages:
-        raise Refused(
+        raise TemplateRefused(
             "a message holds a control token of the model, which would be read as one: the tokens of templates with {% generation %} marks "
             "are made by transformers. Leave it out, or give a template without marks as model.chat_template."
         )

@@ -27,7 +27,7 @@ PROBE = "⟦words⟧"
 OF_THE_MODEL = "chat_template_kwargs"
 """Attribute of a tokenizer with the template arguments for all conversations."""
 
-GIVEN = frozenset(
+RESERVED_ARGUMENTS = frozenset(
     {
         "messages",
         "tools",
@@ -56,7 +56,7 @@ _THOUGHTS = re.compile(
 """Matches reasoning that a template opens, or opens and closes, before the assistant's words: `<think>`, `[THINK]`, `◁think▷`, channels."""
 
 
-class Refused(TaskError):
+class TemplateRefused(TaskError):
     """The template, or the code that uses its render, does not accept this conversation; it may accept others."""
 
 
@@ -76,7 +76,7 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
         return render(tokenizer, chat, ask=True)
     *history, unfinished = chat.messages
     if not history:
-        raise Refused(
+        raise TemplateRefused(
             "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
         )
     words = unfinished.get("content")
@@ -88,7 +88,7 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     earlier = Chat(history, chat.tools, chat.template_kwargs)
     opening = render(tokenizer, earlier, ask=True)
     if opening == render(tokenizer, earlier, ask=False):
-        header = header_of(tokenizer, earlier)
+        header = assistant_header(tokenizer, earlier)
         if header is None:
             raise TaskError(
                 "The prompt ends with a message of the assistant, but the model's chat template does not show where the assistant's words "
@@ -109,7 +109,7 @@ def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
 
 def apply(tokenizer: Any, chat: Chat, **options: Any) -> Any:
     """Call `apply_chat_template` on all messages. Raises Refused if the template refuses them."""
-    arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
+    arguments = {"tools": list(chat.tools) or None, **template_arguments(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
     if "developer" not in template:  # a newer name of the role "system"
         messages = [
@@ -132,7 +132,7 @@ def apply(tokenizer: Any, chat: Chat, **options: Any) -> Any:
         Exception
     ) as error:  # a template is a program by the model's authors and may raise anything
         text = refusal(error, messages)
-        raise Refused(text[0].upper() + text[1:]) from error
+        raise TemplateRefused(text[0].upper() + text[1:]) from error
 
 
 def template_of(tokenizer: Any, chat: Chat) -> str:
@@ -145,11 +145,11 @@ def template_of(tokenizer: Any, chat: Chat) -> str:
     return tokenizer.get_chat_template(tools=list(chat.tools) or None)
 
 
-def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
+def template_arguments(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     """Template arguments other than messages and tools. Raises TaskError for one that would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
-    if reserved := sorted(GIVEN & arguments.keys()):
+    if reserved := sorted(RESERVED_ARGUMENTS & arguments.keys()):
         raise TaskError(
             f"chat_template_kwargs has {', '.join(reserved)}, which are for `apply_chat_template` itself. Leave it out."
         )
@@ -162,7 +162,7 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     return arguments
 
 
-def header_of(tokenizer: Any, chat: Chat) -> str | None:
+def assistant_header(tokenizer: Any, chat: Chat) -> str | None:
     """The text that the template writes between a conversation and the assistant's next words; None if it cannot be determined."""
     with suppress(TaskError):
         messages = [*chat.messages, {"role": "assistant", "content": PROBE}]
@@ -180,7 +180,7 @@ def missing_turn_warning(tokenizer: Any, prompt: Prompt) -> str | None:
     header, chat = None, Chat(prompt)
     with suppress(TaskError):
         if render(tokenizer, chat, ask=True) == render(tokenizer, chat, ask=False):
-            header = header_of(tokenizer, chat)
+            header = assistant_header(tokenizer, chat)
     if header is None or not header.strip():
         return None
     return (

@@ -2,7 +2,7 @@
 
 A dry run and `groupwise check` need only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
 `read_decoder` returns None if transformers might build another model from the file than this module counts: another family, a missing key,
-anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.hollow_model`); errors in the config are
+anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.meta_model`); errors in the config are
 reported there.
 """
 

@@ -28,7 +28,7 @@ TARGET = "target.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedUpload:
     """One pending upload."""
 
     step: int
@@ -67,7 +67,7 @@ class Queue:
         keep_artefact(folder / FILES, weights, card, tokenizer)
         atomic_files.write_json(folder / TARGET, asdict(target))
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[QueuedUpload]:
         """All entries, in the order of their steps."""
         return _read_entries(self.folder.glob(f"step-*/{TARGET}"))
 
@@ -84,15 +84,15 @@ def queue(run: Path, name: str) -> Queue:
     return Queue(run / QUEUES / quote(name, safe="@"))
 
 
-def waiting(run: Path) -> list[Waiting]:
+def waiting(run: Path) -> list[QueuedUpload]:
     """The entries of all queues of a run, in the order of their steps."""
     return _read_entries((run / QUEUES).glob(f"*/step-*/{TARGET}"))
 
 
-def _read_entries(files: Iterable[Path]) -> list[Waiting]:
+def _read_entries(files: Iterable[Path]) -> list[QueuedUpload]:
     paths = sorted(files, key=lambda file: (_step_of(file.parent), file))
     return [
-        Waiting(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))
+        QueuedUpload(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))
         for file in paths
     ]
 

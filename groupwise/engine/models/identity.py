@@ -20,7 +20,7 @@ BLOCK = 1 << 20
 BLOCKS = 32
 """Number of blocks that are hashed of a larger file, spread evenly from its start to its end: any training changes all of them."""
 
-WANDERING = ("_name_or_path", "transformers_version")
+UNSTABLE_KEYS = ("_name_or_path", "transformers_version")
 """Keys of a model's config that change without the model."""
 
 
@@ -35,7 +35,7 @@ def identity(config: ModelConfig) -> str:
     if resolved.local:
         folder = Path(resolved.location)
         hf_config = read_json(folder / "config.json")
-        lasting = {key: value for key, value in hf_config.items() if key not in WANDERING}
+        lasting = {key: value for key, value in hf_config.items() if key not in UNSTABLE_KEYS}
         digest.update(json.dumps(lasting, sort_keys=True).encode())
         is_full = (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file()
         files = model_files(folder) if is_full else sorted(folder.glob("pytorch_model*.bin"))

@@ -57,7 +57,7 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
         )
 
 
-def described_text(config: ModelConfig) -> dict[str, Any]:
+def text_config_of(config: ModelConfig) -> dict[str, Any]:
     """The config of the model's text part as JSON, with transformers' defaults for its type."""
     hf_config = read_model_config(config)
     text = json.loads(hf_config.get_text_config().to_json_string(use_diff=False))
@@ -65,7 +65,7 @@ def described_text(config: ModelConfig) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": getattr(hf_config, "tie_word_embeddings", False)}
 
 
-def hollow_model(config: ModelConfig) -> PreTrainedModel:
+def meta_model(config: ModelConfig) -> PreTrainedModel:
     """The model without storage for its weights (on the meta device), for names, shapes and counts."""
     hf_config = read_model_config(config)
     with torch.device("meta"), quiet(), explaining_errors(config, resolve(config), "model"):
@@ -87,7 +87,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return _stop_token_ids(model.config, model.generation_config, tokenizer)
 
 
-def described_stop_token_ids(
+def configured_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """Like `stop_token_ids`, for a model that is not loaded."""

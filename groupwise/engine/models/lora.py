@@ -208,7 +208,7 @@ class AdaptedModel:
         write_tensors(tensors, folder / WEIGHTS)
         config = self.configs[name]
         called = config.base_model_name_or_path or self.base.config._name_or_path
-        described = {**described_adapter(config), "base_model_name_or_path": called}
+        described = {**peft_config_dict(config), "base_model_name_or_path": called}
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
 
     def _inject_adapter(self, name: str, config: LoraConfig) -> None:
@@ -236,7 +236,7 @@ class AdaptedModel:
                 raise ValueError(f"an adapter needs linear layers ({names})")
         except ValueError as error:
             self.remove(name)
-            raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
+            raise ModelError(no_target_message(self.base, str(error).rstrip("."))) from error
         self.configs[name] = config
         self._update_layers()
         for layer in self.layers.values():
@@ -301,7 +301,7 @@ def scaling_of(config: LoraConfig) -> float:
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
-def described_adapter(config: LoraConfig) -> dict[str, Any]:
+def peft_config_dict(config: LoraConfig) -> dict[str, Any]:
     """The content of adapter_config.json, with JSON types only."""
     described = {**config.to_dict(), "inference_mode": True}
     return json.loads(json.dumps(described, default=_to_json))
@@ -385,7 +385,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def no_target(base: PreTrainedModel, problem: str) -> str:
+def no_target_message(base: PreTrainedModel, problem: str) -> str:
     """Message about a problem with `lora.target_modules` that lists the kinds of linear layers of the base."""
     kinds = sorted(
         {

@@ -169,11 +169,11 @@ def give_back_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 _ROOTS = ("0::/", "0:cpu:/")
-"""Root groups of both cgroup versions, in the format of `OWN_GROUPS`."""
+"""Root groups of both cgroup versions, in the format of `OWN_CGROUPS`."""
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """Files of both cgroup versions that hold the allowed CPU time and the period for it, both in microseconds."""
 
@@ -192,12 +192,12 @@ def _cgroup_folders() -> Iterator[Path]:
     """Folders of the cgroups of this process and of their parents."""
     lines = [*_ROOTS]
     with suppress(OSError):  # a system without cgroups
-        lines += OWN_GROUPS.read_text().splitlines()
+        lines += OWN_CGROUPS.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root, group = GROUPS / "cpu" if controllers else GROUPS, Path(path.lstrip("/"))
+        root, group = CGROUPS / "cpu" if controllers else CGROUPS, Path(path.lstrip("/"))
         yield from (root / folder for folder in (group, *group.parents))
 
 

@@ -125,7 +125,7 @@ def plan_model(
     share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
     that the weights are divided into; each process holds one, and transformers' modules then compute them.
     """
-    counts = count(config, lora)
+    counts = count_parameters(config, lora)
     trained, total = counts.trained, counts.parameters
     held = footprint_of(
         counts,
@@ -168,15 +168,15 @@ def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
 
 def all_parameters(config: ModelConfig) -> int:
     """Number of the model's parameters."""
-    return count(config, None).parameters
+    return count_parameters(config, None).parameters
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     """Number of trained parameters: those of the adapter (the configured or a new one), or all without `lora`."""
-    return count(config, lora).trained
+    return count_parameters(config, lora).trained
 
 
-def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+def count_parameters(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     """Count by arithmetic if the model's config.json allows it, otherwise on a model without storage (meta tensors)."""
     shapes = read_decoder(config)
     counted = None if shapes is None else shapes.counts(config, lora)
@@ -185,15 +185,15 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     import torch
     from torch import nn
 
-    from groupwise.engine.models.adapters import hollow_adapter, starting_config
-    from groupwise.engine.models.load import hollow_model
+    from groupwise.engine.models.adapters import meta_adapter, starting_config
+    from groupwise.engine.models.load import meta_model
     from groupwise.engine.models.native.weights import refusal
 
-    model = hollow_model(config)
+    model = meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained, dropout = parameters, 0.0
     if lora is not None:
-        adapted = hollow_adapter(config, starting_config(config, lora))
+        adapted = meta_adapter(config, starting_config(config, lora))
         model, dropout = adapted.base, adapted.config.lora_dropout
         trained = sum(parameter.numel() for parameter in adapted.parameters("hollow").values())
     head = model.get_output_embeddings()

@@ -21,7 +21,7 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
 from groupwise.engine.models.chat_template import OF_THE_MODEL
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.models.transformers_log import quiet
 
 
@@ -115,7 +115,7 @@ def import_class() -> None:
 def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
     """Turn a loader's error into a message that names the file and the places searched, or says that memory ran out."""
     try:
-        with memory_explained(f"loading the {what} {config.name!r}"):
+        with explaining_out_of_memory(f"loading the {what} {config.name!r}"):
             yield
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()

@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Prompt
-from groupwise.engine.models.chat_template import Chat, Refused, prompt_text, refusal
+from groupwise.engine.models.chat_template import Chat, TemplateRefused, prompt_text, refusal
 from groupwise.engine.models.control_tokens import pieces
 
 
@@ -43,7 +43,7 @@ def prompt_ids(
         try:
             ids = text_ids(tokenizer, text)
         except TypeError as error:  # invalid Unicode
-            raise Refused(refusal(error, chat.messages)) from error
+            raise TemplateRefused(refusal(error, chat.messages)) from error
     if not ids:
         raise TaskError("A prompt has no tokens: an empty text cannot be completed.")
     return ids

@@ -60,7 +60,7 @@ SERVER_KEYS = (
     "max_model_len",
 )
 """Keys of the engine vllm about where and how servers are called; they do not affect the draws."""
-OWN_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
+SPAWNED_SERVER_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
 """Those keys that are passed to a server which the run starts itself."""
 
 
@@ -233,7 +233,7 @@ class SamplerConfig(Strict):
                 "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
                 ("engine", "url", "vllm_python"),
             )
-        keys = OWN_KEYS
+        keys = SPAWNED_SERVER_KEYS
         reason = "without vllm_python: only a server that the run starts is told it"
         if self.vllm_python is not None:
             keys = ("url", "served_model", "adapter_folder", "api_key_env")

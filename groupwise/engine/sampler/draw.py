@@ -92,7 +92,7 @@ FIRST_SORTED = 256
 """Number of most probable tokens that are tried first for top_p; they are nearly always enough."""
 
 
-def without_early_stops(
+def mask_early_stops(
     logits_SV: Tensor, params: Sequence[SamplingParams | None], lengths: Sequence[int]
 ) -> Tensor:
     """The logits, with -inf for the stop tokens of rows that have fewer than `min_tokens` tokens so far; None marks a padding row."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
 from groupwise.engine.models.lora import fingerprint
-from groupwise.engine.models.memory import lacks_memory, memory_explained, out_of_memory
-from groupwise.engine.sampler.draw import draw_tokens, truncate, without_early_stops
+from groupwise.engine.models.memory import is_out_of_memory, explaining_out_of_memory, out_of_memory
+from groupwise.engine.sampler.draw import draw_tokens, truncate, mask_early_stops
 from groupwise.engine.sampler.engine import Prompt
 from groupwise.engine.sampler.rules import (
     ends_with_stop,
@@ -130,7 +130,7 @@ class QueuedSampler(ABC):
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
-        with memory_explained("taking new weights for sampling"):
+        with explaining_out_of_memory("taking new weights for sampling"):
             self._weights.read(Path(policy.path))
             with torch.inference_mode():
                 self._refresh()
@@ -165,7 +165,7 @@ class QueuedSampler(ABC):
         except Exception as error:  # noqa: BLE001 — the callers receive any error
             if isinstance(error, GroupwiseError):
                 reason = error
-            elif lacks_memory(error):
+            elif is_out_of_memory(error):
                 reason = out_of_memory(error, "sampling")
             else:
                 reason = RunError(f"Sampling failed: {error!r}")
@@ -220,7 +220,7 @@ def draw_members(
     temperatures_N = torch.tensor(
         [temperature and max(temperature, COLDEST) for temperature in temperatures]
     )
-    logits_NV = without_early_stops(logits_NV, params, lengths)
+    logits_NV = mask_early_stops(logits_NV, params, lengths)
     logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(
         logits_NV,

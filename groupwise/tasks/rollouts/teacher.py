@@ -22,7 +22,7 @@ from groupwise.engine.models.chat_masks import (
     mask_turns,
     mask_whole_chat,
 )
-from groupwise.engine.models.chat_template import Refused
+from groupwise.engine.models.chat_template import TemplateRefused
 from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.data.sft import (
     Completion,
@@ -113,11 +113,11 @@ def read_lessons(
         rows = format_rows(rows, way.formatting, text_field=way.text_field, where=what)
     lessons: list[Lesson] = []
     cut = dropped = 0
-    refused: dict[str, list[Refused]] = {}
+    refused: dict[str, list[TemplateRefused]] = {}
     for index, row in enumerate(rows):
         try:
             whole = _lesson(tokenizer, index, row, way, where)
-        except Refused as problem:
+        except TemplateRefused as problem:
             if way.strict:
                 raise
             refused.setdefault(str(problem.__cause__), []).append(problem)

@@ -30,7 +30,7 @@ from groupwise.core import atomic_files
 from groupwise.core.accelerators import accelerator as of_this_machine
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import RunError, UsageError
-from groupwise.engine.backends.tunix.messages import OPENED_BY_ANOTHER, WorkerInfo, Look
+from groupwise.engine.backends.tunix.messages import TPU_IN_USE_ADVICE, WorkerInfo, Look
 from groupwise.engine.backends.tunix.process import WorkerProcess, own_environment
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
 """Seconds in which JAX usually opens its devices, and after which this module gives up."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+QUIET_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 """Silences stderr messages of libraries that JAX uses; they do not help users."""
 THREADS_OF_A_DEVICE = 4
 """Threads per device if JAX splits one CPU into several. With fewer, a device that waits for the others may occupy a thread they need."""
@@ -184,7 +184,7 @@ def _detect_accelerator() -> Accelerator:
     return "cuda" if device == "gpu" else device
 
 
-def look() -> WorkerInfo:
+def query_worker() -> WorkerInfo:
     """Versions and devices as a worker reports them. Takes some seconds, once for each environment and settings of JAX.
 
     Warns if the machine has an accelerator that JAX does not see, unless the user has set JAX_PLATFORMS. Raises UsageError if JAX cannot
@@ -210,7 +210,7 @@ def _look_once(interpreter: Path, *settings: str | None) -> WorkerInfo:
         report = WorkerInfo.model_validate(answer)
     except TimeoutError:
         raise UsageError(
-            f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice "
+            f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {TPU_IN_USE_ADVICE} One worker has the TPUs of one host: a slice "
             f"of several hosts waits for the others.{worker.last_words()}"
         ) from None
     except RunError as error:
@@ -233,14 +233,14 @@ def _look_once(interpreter: Path, *settings: str | None) -> WorkerInfo:
 
 def mesh_of(shape: tuple[int, int] | None) -> tuple[int, int]:
     """Number of devices for the axes (fsdp, tp): those of the config, or else all devices on the first axis."""
-    return shape or (look().devices, 1)
+    return shape or (query_worker().devices, 1)
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     """Start a worker in the environment. On a CPU it computes with `threads` threads, and JAX sees as many devices as the mesh has; each
     device needs `THREADS_OF_A_DEVICE` threads."""
     flags = [os.environ.get("XLA_FLAGS", "")]
-    environment = {**QUIET, **_compilation_cache()}
+    environment = {**QUIET_ENVIRONMENT, **_compilation_cache()}
     record = None if os.environ.get(VARIABLE) else _read_record()
     if record is not None and record["accelerator"] != "cpu" and PLATFORMS not in os.environ:
         # JAX fails if it cannot open a named device; without a name it would silently use the CPU.

@@ -19,7 +19,7 @@ from groupwise.core.errors import ModelError, UsageError
 from groupwise.engine.backends.tunix.messages import Open
 from groupwise.engine.models.files import files_in_index
 
-Described = Mapping[str, Any]
+HfConfig = Mapping[str, Any]
 """The config of a model's text part: `config.json` with transformers' defaults for its type."""
 Shape = tuple[int, ...]
 
@@ -66,7 +66,7 @@ def check(order: Open) -> None:
     check_files(Path(order.model), order.text)
 
 
-def check_unread(hf_config: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
+def check_unread(hf_config: HfConfig, mesh: tuple[int, int], layers: Sequence[str]) -> None:
     """Run the checks that need no weights. `layers` are transformers' names of the layers that get an adapter."""
     check_description(hf_config)
     check_mesh(hf_config, mesh)
@@ -76,7 +76,7 @@ def check_unread(hf_config: Described, mesh: tuple[int, int], layers: Sequence[s
 # --- the model's config ---------------------------------------------------------------------------
 
 
-def check_description(hf_config: Described) -> None:
+def check_description(hf_config: HfConfig) -> None:
     """Raise `ModelError` for a model that Tunix does not support, or computes differently from transformers."""
     kind = str(hf_config.get("model_type"))
     if kind not in COMPUTED:
@@ -109,7 +109,7 @@ def check_description(hf_config: Described) -> None:
             )  # fmt: skip
 
 
-def _check_positions(kind: str, hf_config: Described) -> None:
+def _check_positions(kind: str, hf_config: HfConfig) -> None:
     ropes: dict[str, Any] = hf_config["rope_parameters"]
     nested: dict[str, dict[str, Any]] = {k: v for k, v in ropes.items() if isinstance(v, dict)}
     for name, rope in (nested or {"": ropes}).items():
@@ -132,7 +132,7 @@ def _unsupported_value(kind: str, key: str, actual: Any, tunix: str) -> ModelErr
 # --- the mesh -------------------------------------------------------------------------------------
 
 
-def check_mesh(hf_config: Described, mesh: tuple[int, int]) -> None:
+def check_mesh(hf_config: HfConfig, mesh: tuple[int, int]) -> None:
     """Raise UsageError if the mesh's devices do not divide the model's axes evenly."""
     kind = hf_config["model_type"]
     axes = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
@@ -151,18 +151,18 @@ def check_mesh(hf_config: Described, mesh: tuple[int, int]) -> None:
             )
 
 
-def _head_size(hf_config: Described) -> int:
+def _head_size(hf_config: HfConfig) -> int:
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
-def _kv_heads(hf_config: Described) -> int:
+def _kv_heads(hf_config: HfConfig) -> int:
     return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 # --- the adapted layers ---------------------------------------------------------------------------
 
 
-def check_layers(hf_config: Described, layers: Sequence[str]) -> None:
+def check_layers(hf_config: HfConfig, layers: Sequence[str]) -> None:
     """Raise `ModelError` for layers that Tunix cannot adapt, or that share one weight in Tunix with layers that get no adapter."""
     adaptable = [*_ATTENTION, *_MLP]
     parts = [path.rpartition("layers.")[2].partition(".") for path in layers]
@@ -202,7 +202,7 @@ class Stored:
     """The format of the file's first tensor; Tunix reads all tensors of the file in it."""
 
 
-def check_files(folder: Path, hf_config: Described) -> None:
+def check_files(folder: Path, hf_config: HfConfig) -> None:
     """Raise `ModelError` unless the files hold every weight of the config, in its shape and in a format that Tunix reads, and no weights
     that Tunix would ignore."""
     kind, shapes = hf_config["model_type"], expected_shapes(hf_config)
@@ -243,7 +243,7 @@ def check_files(folder: Path, hf_config: Described) -> None:
         )
 
 
-def expected_shapes(hf_config: Described) -> dict[str, Shape]:
+def expected_shapes(hf_config: HfConfig) -> dict[str, Shape]:
     """Transformers' names of a model's weights in files, with their shapes."""
     hidden, inner = hf_config["hidden_size"], hf_config["intermediate_size"]
     head = _head_size(hf_config)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'groupwise[train,unsloth]'"
-FIRST = "default"
+FIRST_ADAPTER = "default"
 """The name that peft gives an adapter by default."""
 
 
@@ -109,7 +109,7 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
-    """Add an adapter called `FIRST` to the model; Unsloth's own kernels compute it if they support it."""
+    """Add an adapter called `FIRST_ADAPTER` to the model; Unsloth's own kernels compute it if they support it."""
     targets = config.target_modules
     with _contain_output():
         return _fast().get_peft_model(

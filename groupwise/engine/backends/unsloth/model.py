@@ -21,11 +21,11 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, ForwardOutputs, whole_rows
+from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs, whole_rows
 from groupwise.engine.learner.layout import MicroBatch, microbatches
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
-from groupwise.engine.models.lora import AdaptedModel, no_target
+from groupwise.engine.models.lora import AdaptedModel, no_target_message
 
 
 class Layer:
@@ -63,7 +63,7 @@ class UnslothModel(AdaptedModel):
                 base, config, gradient_checkpointing=gradient_checkpointing
             )
         except ValueError as error:
-            raise ModelError(no_target(base, str(error).rstrip("."))) from error
+            raise ModelError(no_target_message(base, str(error).rstrip("."))) from error
 
     @contextlib.contextmanager
     def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
@@ -88,9 +88,9 @@ class UnslothModel(AdaptedModel):
     def _inject_adapter(self, name: str, config: LoraConfig) -> None:
         """See `AdaptedModel._inject_adapter`. The first adapter replaces the one that `library.adapt` created."""
         self._peft.add_adapter(name, config)
-        if library.FIRST in self._peft.peft_config:
+        if library.FIRST_ADAPTER in self._peft.peft_config:
             self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
-            self._peft.delete_adapter(library.FIRST)
+            self._peft.delete_adapter(library.FIRST_ADAPTER)
         self.configs[name] = config
         self._update_layers()
         self._activate(self.switch.active)
@@ -131,7 +131,7 @@ class UnslothEngine:
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `LearnerEngine.acting`. The same kernels compute without a gradient, so log-probabilities equal those in training."""
 
-        def compute(batch: MicroBatch, outputs: ForwardOutputs) -> Forward:
+        def compute(batch: MicroBatch, outputs: ForwardOutputs) -> ForwardResult:
             return whole_rows(self._decoder, batch, outputs)
 
         reference = role == "reference"

@@ -23,7 +23,7 @@ from groupwise.engine.learner.native.elementwise import (
     norm_with_gradient,
     swiglu,
     swiglu_with_gradient,
-    turn_back_,
+    rotate_back_,
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product
@@ -200,7 +200,7 @@ def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_attention: T
         (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),
         (slice(shape.heads, turned), work.rotations_N1C, raw_keys, layer.key_norm_D),
     ):
-        turn_back_(d_NJD[:, part], rotations)
+        rotate_back_(d_NJD[:, part], rotations)
         if norm_D is not None:
             x = raw.to(d_NJD.dtype)
             d = torch.zeros_like(x)

@@ -104,6 +104,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
-def turn_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
+def rotate_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
     """Apply the gradient of rotary positions in place: a rotation by the opposite angle."""
     torch.view_as_complex(d_NJD.unflatten(-1, (-1, 2))).mul_(rotations_N1C.conj())

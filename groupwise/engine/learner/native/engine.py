@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, ForwardOutputs, query_tokens
+from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs, query_tokens
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
@@ -48,7 +48,7 @@ class NativeEngine:
         """See `LearnerEngine.acting`."""
         model, factors = self._model, self._weights.factors(role)
 
-        def compute(batch: FlatBatch, outputs: ForwardOutputs) -> Forward:
+        def compute(batch: FlatBatch, outputs: ForwardOutputs) -> ForwardResult:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
             queried = query_tokens(batch.rows, outputs, model.device)
             before_N = torch.tensor(batch.predictors, device=model.device)[queried.among_A]

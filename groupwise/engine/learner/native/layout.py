@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import by_prompt, widest
+from groupwise.engine.learner.layout import group_by_prompt, longest_completion
 
 SPREAD = 2
 """Texts are computed as one padded batch if the longest is at most this many times as long as the shortest."""
@@ -57,7 +57,7 @@ class FlatBatch:
     @property
     def width(self) -> int:
         """Tokens of the longest completion."""
-        return widest(self.rows)
+        return longest_completion(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -73,15 +73,15 @@ def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[F
     batches: list[FlatBatch] = []
     taken: list[list[int]] = []
     used = 0
-    for members in by_prompt(rows).values():
+    for members in group_by_prompt(rows).values():
         for part in _fitting(rows, members, max_tokens):
             tokens = _group_tokens(rows, part)
             if taken and (not packing or used + tokens > max_tokens):
-                batches.append(flat(rows, taken))
+                batches.append(flat_batch(rows, taken))
                 taken, used = [], 0
             taken.append(part)
             used += tokens
-    return [*batches, flat(rows, taken)] if taken else batches
+    return [*batches, flat_batch(rows, taken)] if taken else batches
 
 
 def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
@@ -101,7 +101,7 @@ def _group_tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
     return len(rows[members[0]].prompt_ids) + completion_tokens
 
 
-def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
+def flat_batch(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
     """The micro-batch of these rows, given by group; within a group the longest comes first."""
     axis = _Axis()
     trunks: list[tuple[int, ...]] = []  # texts that see no prompt

@@ -90,7 +90,7 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
     return models
 
 
-async def make_served(
+async def serve_adapter(
     server: Server, name: str, folder: str, models: Mapping[str, ListedModel]
 ) -> None:
     """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `models`: the server's list."""

@@ -208,7 +208,7 @@ class SpawnedServer:
         )
 
 
-def gpus_beside(
+def free_gpus(
     count: int, parallel: int, memory: float, learners: int = 1
 ) -> tuple[str, ...] | None:
     """GPUs for a server that the learners on the first of `count` do not use; None without GPUs. Raises UsageError if too few."""

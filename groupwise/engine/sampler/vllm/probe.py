@@ -32,7 +32,7 @@ NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"
 
 
-def judge(
+def check_logprobs(
     server: str,
     name: str,
     answered: Sequence[float],

@@ -26,7 +26,7 @@ from groupwise.engine.sampler.vllm.adapters import (
     SharedFolder,
     adapter_name,
     list_models,
-    make_served,
+    serve_adapter,
 )
 from groupwise.engine.sampler.vllm.servers import Server, Servers
 from groupwise.engine.sampler.vllm.wire import (
@@ -40,7 +40,7 @@ ATTEMPTS = 3
 """How often a server may answer that it does not know an adapter that it has just loaded."""
 
 
-class Knows(Protocol):
+class PolicyWitness(Protocol):
     """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
 
     @property
@@ -77,7 +77,7 @@ class VllmSampler:
     def __init__(
         self,
         servers: Servers,
-        witness: Knows,
+        witness: PolicyWitness,
         tokenizer: Any,
         *,
         base: str,
@@ -88,7 +88,7 @@ class VllmSampler:
         end: Callable[[], None] | None = None,
     ) -> None:
         """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: in nats, see
-        `probe.judge`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a server of
+        `probe.check_logprobs`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a server of
         this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
         self._servers = servers
         self._witness = witness
@@ -211,7 +211,7 @@ class VllmSampler:
                 f"with --max-model-len {self._key_length}, or lower data.max_prompt_length or sampler.max_completion_length."
             )
         if served.folder is not None:
-            await make_served(server, served.name, served.folder, models)
+            await serve_adapter(server, served.name, served.folder, models)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         completions = await gather_all(
             self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
@@ -223,7 +223,7 @@ class VllmSampler:
         logprobs = [value for completion in completions for value in completion.logprobs]
         # Computed by the learner's model, which has the same base.
         expected = self._logprobs_here(answers, adapter=served.folder is not None)
-        probe.judge(server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance)
+        probe.check_logprobs(server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance)
         server.ready = served.name
 
     def _logprobs_here(

@@ -23,7 +23,7 @@ from groupwise.core.errors import EndpointError
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 5.0
+CLOSE_TIMEOUT = 5.0
 """Timeout in seconds for telling a server that its adapter is no longer needed."""
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Server:
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with suppress(httpx2.HTTPError):
-            httpx2.post(self.url + path, json=body, headers=headers, timeout=FAREWELL)
+            httpx2.post(self.url + path, json=body, headers=headers, timeout=CLOSE_TIMEOUT)
 
 
 class Servers:

@@ -62,7 +62,7 @@ def _recorded(adapted: Adapted, factors: Any) -> dict[str, Any]:
     """Inputs and output of each weight, for random tokens."""
     seen: dict[str, Any] = {}
     model = adapted.with_factors(factors, adapted.base)
-    head.taken_off(model)
+    head.detach_head(model)
     kinds = {type(each) for _, each in model.iter_modules() if hasattr(each, "w")} | {nnx.Linear}
     own = {kind: kind.__call__ for kind in kinds}
 

@@ -13,9 +13,9 @@ from groupwise.engine.distributed.messages import Setup
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.torchrun import (
     TorchrunRank,
-    gpu_of,
-    read_launch,
-    refuse_other_number,
+    visible_gpu,
+    read_torchrun_rank,
+    check_world_size,
 )
 from groupwise.engine.models.footprint import bytes_of
 from groupwise.training import placement
@@ -31,27 +31,27 @@ TORCHRUN = {
 
 
 def test_the_environment_says_what_a_process_is():
-    found = read_launch(TORCHRUN)
+    found = read_torchrun_rank(TORCHRUN)
     assert found == TorchrunRank(5, 8, 1, 4, "first")
     assert found.machines == 2
     assert [found.elsewhere(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
     for word in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        assert read_launch({**TORCHRUN, word: ""}) is None
-    assert read_launch({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+        assert read_torchrun_rank({**TORCHRUN, word: ""}) is None
+    assert read_torchrun_rank({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     with pytest.raises(UsageError, match="RANK=five"):
-        read_launch({**TORCHRUN, "RANK": "five"})
-    refuse_other_number(None, 4)
-    refuse_other_number(found, 8)
+        read_torchrun_rank({**TORCHRUN, "RANK": "five"})
+    check_world_size(None, 4)
+    check_world_size(found, 8)
     with pytest.raises(UsageError, match=r"distributed\.learners is 2"):
-        refuse_other_number(found, 2)
+        check_world_size(found, 2)
 
 
 def test_each_rank_sees_its_own_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert gpu_of(1) == {"CUDA_VISIBLE_DEVICES": "6"}
-    assert gpu_of(2) == {}
+    assert visible_gpu(1) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert visible_gpu(2) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_of(0) == {}
+    assert visible_gpu(0) == {}
 
 
 TWO = {"model": {"name": "tiny"}, "distributed": {"learners": 2}}

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import bundled
-from groupwise.engine.models.adapters import hollow_adapter, starting_config
+from groupwise.engine.models.adapters import meta_adapter, starting_config
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
 
@@ -169,7 +169,7 @@ def test_a_model_is_made_ready_with_real_weights_whoever_asks_first(cache, monke
     monkeypatch.setattr(bundled, "_installed_gguf", lambda model: Path(MODEL.gguf))
     monkeypatch.setattr(bundled, "_convert_gguf", converted)
     config = ModelConfig(name=NAME)
-    adapted = hollow_adapter(config, starting_config(config, LoraConfig(r=2)))
+    adapted = meta_adapter(config, starting_config(config, LoraConfig(r=2)))
     assert devices == ["cpu"]
     assert {each.device.type for each in adapted.parameters("hollow").values()} == {"meta"}
 

@@ -71,13 +71,13 @@ NARROW = "/kubepods/pod7/app"
 def no_groups(monkeypatch, tmp_path):
     """32 cores, and no groups yet."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32), raising=False)
-    monkeypatch.setattr(machine, "GROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
 
 
 def limited(group: str, quota: object, period: object = 100_000, *, version: int = 2) -> None:
     """Give a group a limit."""
-    folder = (machine.GROUPS if version == 2 else machine.GROUPS / "cpu") / group.lstrip("/")
+    folder = (machine.CGROUPS if version == 2 else machine.CGROUPS / "cpu") / group.lstrip("/")
     folder.mkdir(parents=True, exist_ok=True)
     if version == 2:
         (folder / "cpu.max").write_text(f"{quota} {period}\n")
@@ -109,7 +109,7 @@ def test_a_limit_of_a_container(version, quota, period, expected):
     (1, f"4:cpuacct,cpu:{NARROW}"),
 ])  # fmt: skip
 def test_the_narrowest_limit_holds(version, own):
-    machine.OWN_GROUPS.write_text(own)
+    machine.OWN_CGROUPS.write_text(own)
     limited("/elsewhere", 100_000, version=version)
     assert available_cores() == 32
     limited("/", 800_000, version=version)
@@ -123,7 +123,7 @@ def test_the_narrowest_limit_holds(version, own):
 
 
 def test_a_group_that_is_out_of_sight():
-    machine.OWN_GROUPS.write_text("0::/../../docker/0123\n")
+    machine.OWN_CGROUPS.write_text("0::/../../docker/0123\n")
     assert available_cores() == 32
     limited("/", 200_000)
     assert available_cores() == 2

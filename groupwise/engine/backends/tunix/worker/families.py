@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from groupwise.engine.backends.tunix.fits import Described
+from groupwise.engine.backends.tunix.fits import HfConfig
 
 SEPARATE: Mapping[str, tuple[str, ...]] = {
     "attn.q_proj.w": ("self_attn.q_proj",),
@@ -44,11 +44,11 @@ class Family:
     """A package of Tunix; it contains a module `model` and the loader's module."""
     loader: str
     weights: Mapping[str, tuple[str, ...]]
-    config: Callable[[Any, Described, Any], Any]
+    config: Callable[[Any, HfConfig, Any], Any]
     """Makes Tunix's own config from the `model` module, the model's config and the number format."""
 
 
-def load(folder: Path, hf_config: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
+def load(folder: Path, hf_config: HfConfig, dtype: str, mesh: Any) -> tuple[Any, Family]:
     """Load a model with its weights onto the mesh."""
     family = FAMILIES[hf_config["model_type"]]
     code = import_module(f"{family.module}.model")
@@ -59,7 +59,7 @@ def load(folder: Path, hf_config: Described, dtype: str, mesh: Any) -> tuple[Any
 
 
 def _rotary_config(
-    code: Any, hf_config: Described, dtype: Any, tied: str, with_dtype: bool = True
+    code: Any, hf_config: HfConfig, dtype: Any, tied: str, with_dtype: bool = True
 ) -> Any:
     theta = float(hf_config["rope_parameters"]["rope_theta"])
     if hasattr(code, "apply_rope"):
@@ -82,7 +82,7 @@ def _rotary_config(
     )
 
 
-def _gemma3(code: Any, hf_config: Described, dtype: Any) -> Any:
+def _gemma3(code: Any, hf_config: HfConfig, dtype: Any) -> Any:
     rope = hf_config["rope_parameters"]
     everywhere, nearby = rope["full_attention"], rope["sliding_attention"]
     scalings = code.QueryPreAttentionNormalisation

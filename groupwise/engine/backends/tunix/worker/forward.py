@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from groupwise.core.types import Row
-from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, taken_off
+from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, detach_head
 from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
 
 LENGTHS = 4
@@ -114,7 +114,7 @@ def numbers(model: Any, sequences: Sequences) -> Numbers:
     causal_BLL = jnp.broadcast_to(
         jnp.tril(jnp.ones((length, length), jnp.bool_)), (*sequences.tokens_BL.shape, length)
     )
-    head = taken_off(model)
+    head = detach_head(model)
     hidden_BLD, _ = model(sequences.tokens_BL, positions_BL, None, causal_BLL)
     return numbers_of(
         head, hidden_BLD, sequences.targets, sequences.temperatures_B, sequences.withheld_V

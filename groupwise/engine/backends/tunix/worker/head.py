@@ -47,7 +47,7 @@ class Numbers(NamedTuple):
     right_BL: Any
 
 
-def taken_off(model: Any) -> Head:
+def detach_head(model: Any) -> Head:
     """Remove and return the head of a model; from then on the model returns hidden states instead of logits."""
     if hasattr(model, "lm_head"):
         weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"

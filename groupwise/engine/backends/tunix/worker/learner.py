@@ -42,7 +42,7 @@ from groupwise.engine.backends.tunix.worker.forward import (
 )
 from groupwise.engine.backends.tunix.worker.head import Numbers
 from groupwise.engine.backends.tunix.worker.tensors import Tensor
-from groupwise.engine.learner.schedule import too_fast
+from groupwise.engine.learner.schedule import learning_rate_too_high
 from groupwise.runs import publications
 
 STATE = "orbax"
@@ -136,7 +136,7 @@ class Learner:
             params.eps,
         )
         if not math.isfinite(float(optax.global_norm(factors))):
-            raise too_fast(params)
+            raise learning_rate_too_high(params)
         self._factors, self._moments = factors, moments
         return UpdateResult(norm, applied)
 

@@ -20,7 +20,7 @@ import numpy as np
 from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParams
 from groupwise.engine.backends.tunix.worker.adapter import Adapted, Factors, fingerprint
 from groupwise.engine.backends.tunix.worker.forward import HALVINGS
-from groupwise.engine.backends.tunix.worker.head import NEVER, taken_off
+from groupwise.engine.backends.tunix.worker.head import NEVER, detach_head
 from groupwise.engine.sampler.rules import not_finite, refuse_misfit, refuse_other_weights, uniform
 
 BLOCK = 128
@@ -207,7 +207,7 @@ class Sampler:
         padding_U = width - inputs.lengths_U
         seen_UC = (column >= padding_U[:, None]) & (column < width)
         before_PC = column <= jnp.arange(width)[:, None]
-        head = taken_off(model)
+        head = detach_head(model)
         hidden_UPD, cache = model(
             inputs.prompts_UP,
             jnp.maximum(jnp.arange(width) - padding_U[:, None], 0),
@@ -240,7 +240,7 @@ class Sampler:
             done_S = done_S | (chosen_S[:, None] == inputs.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
             inside = merged()  # layers change their own state, so they must be created in the loop
-            head = taken_off(inside)
+            head = detach_head(inside)
             hidden_S1D, cache = inside(
                 chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
             )

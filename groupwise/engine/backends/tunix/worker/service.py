@@ -40,7 +40,7 @@ from groupwise.core.errors import (
 )
 from groupwise.engine.backends.tunix.messages import (
     ANY,
-    OPENED_BY_ANOTHER,
+    TPU_IN_USE_ADVICE,
     Answer,
     WorkerInfo,
     Look,
@@ -49,7 +49,7 @@ from groupwise.engine.backends.tunix.messages import (
     Order,
     Restore,
     Save,
-    Trouble,
+    WorkerError,
 )
 from groupwise.engine.backends.tunix.worker import families
 from groupwise.engine.backends.tunix.worker.adapter import Adapted
@@ -130,9 +130,9 @@ def _run_orders(service: Service, orders: list[Order]) -> list[Answer]:
         return [Answer(number=orders[0].number or 0, error=_trouble_of(error, orders[0].do))]
 
 
-def _trouble_of(error: Exception, order: Any) -> Trouble:
+def _trouble_of(error: Exception, order: Any) -> WorkerError:
     if isinstance(error, GroupwiseError):
-        return Trouble(kind=type(error).__name__, message=str(error))
+        return WorkerError(kind=type(error).__name__, message=str(error))
     if "RESOURCE_EXHAUSTED" in str(error):
         if isinstance(order, Open):
             work = "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
@@ -140,12 +140,12 @@ def _trouble_of(error: Exception, order: Any) -> Trouble:
             work = "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
         else:
             work = "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
-        return Trouble(
+        return WorkerError(
             kind=OutOfMemoryError.__name__,
             message=f"JAX has no memory left while {work} It said: {_first_line(error)}",
         )
     trace = "".join(traceback.format_exception(error))
-    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{trace}")
+    return WorkerError(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{trace}")
 
 
 @contextmanager
@@ -210,7 +210,7 @@ class Service:
             devices = jax.devices()
         except RuntimeError as error:
             raise UsageError(
-                f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}"
+                f"JAX cannot open its devices: {error}. {TPU_IN_USE_ADVICE}"
             ) from error
         if (hosts := jax.process_count()) > 1:
             raise UsageError(

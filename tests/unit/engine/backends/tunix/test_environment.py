@@ -165,12 +165,12 @@ def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
 ) -> None:
     worker = answering(TimeoutError(), TimeoutError())
     with pytest.raises(UsageError, match=r"300 s.*other hosts\."):
-        environment.look()
+        environment.query_worker()
     assert "devices after 20 s" in caplog.text
     assert sum(worker.waited) == environment.MAX_SECONDS
     answering(RunError("No module named 'jax'"))
     with pytest.raises(UsageError, match=r" --again .* module named 'jax'"):
-        environment.look()
+        environment.query_worker()
 
 
 def test_jax_is_told_to_open_what_the_environment_is_for(
