@@ -38,7 +38,12 @@ def fetch_tunix(
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json
     from groupwise.core.errors import UsageError
-    from groupwise.engine.backends.tunix.environment import EXTRAS, Accelerator, install, query_worker
+    from groupwise.engine.backends.tunix.environment import (
+        EXTRAS,
+        Accelerator,
+        install,
+        query_worker,
+    )
 
     kinds: dict[str | None, Accelerator | None] = {None: None, **{each: each for each in EXTRAS}}
     if accelerator not in kinds:

@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show
-from groupwise.engine.backends.tunix.environment import query_worker, mesh_of
+from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder

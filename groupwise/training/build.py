@@ -31,8 +31,8 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.multi_adapter import (
-    ModelHost,
     LocalWorker,
+    ModelHost,
     Models,
     NewModel,
     RemoteWorker,
@@ -41,7 +41,7 @@ from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.sampler import RankSampler, RankWitness
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
-from groupwise.engine.distributed.torchrun import read_torchrun_rank, check_world_size
+from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
@@ -397,7 +397,9 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
         raise
 
 
-def _vllm_sampler(config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any) -> VllmSampler:
+def _vllm_sampler(
+    config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
+) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
     from groupwise.api.openai_client.waiting import Timing
     from groupwise.engine.sampler.vllm.adapters import SharedFolder
@@ -569,7 +571,7 @@ def _tunix_order(
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.models.adapters import adapter_folder
-    from groupwise.engine.models.load import text_config_of, model_folder
+    from groupwise.engine.models.load import model_folder, text_config_of
     from groupwise.engine.models.lora import peft_config_dict, scaling_of
 
     if weights is not None:
@@ -613,8 +615,8 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     """Peft's config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
-        meta_adapter,
         leave_out_pictures,
+        meta_adapter,
         starting_config,
     )
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.torchrun import read_torchrun_rank, check_world_size
+from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
 from groupwise.training.config import RunConfig
@@ -181,7 +181,9 @@ def _cores() -> int:
 
 def _of_tunix(config: RunConfig) -> Layout:
     """The layout of a worker in Tunix's environment, on all devices that JAX sees or as many as the mesh has."""
-    from groupwise.engine.backends.tunix.environment import query_worker  # with the messages of its worker
+    from groupwise.engine.backends.tunix.environment import (
+        query_worker,  # with the messages of its worker
+    )
 
     found = query_worker()
     platform = "cuda" if found.platform == "gpu" else found.platform
@@ -202,7 +204,11 @@ def _of_tunix(config: RunConfig) -> Layout:
 
 def _layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
-    learners, samplers, place = config.distributed.learners, samplers_of(config), read_torchrun_rank()
+    learners, samplers, place = (
+        config.distributed.learners,
+        samplers_of(config),
+        read_torchrun_rank(),
+    )
     check_world_size(place, learners)
     needed = (place.local_count if place is not None else learners) + samplers
     if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):

@@ -234,7 +234,9 @@ def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
             os.kill(samplers._pids[rank], signal.SIGKILL)
 
     monkeypatch.setattr(SamplerWorkers, "_resume", and_again)
-    words = rf"Sampler 2 of 2 (.|\n)*ended {MAX_CONSECUTIVE_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
+    words = (
+        rf"Sampler 2 of 2 (.|\n)*ended {MAX_CONSECUTIVE_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
+    )
     with pytest.raises(RunError, match=words) as ended:
         groupwise.rl(apart(tmp_path), TOY)
     assert ended.value.exit_code == 1

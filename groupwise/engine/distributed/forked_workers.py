@@ -26,12 +26,12 @@ from groupwise.core.errors import RunError
 from groupwise.core.processes.family import NO_GPU, has_ended
 from groupwise.core.processes.output import Output
 from groupwise.engine.distributed.messages import (
-    CallResult,
     Call,
-    RankEnded,
     CallFailure,
+    CallResult,
     LogRecordMessage,
     MessageChannel,
+    RankEnded,
     Ready,
 )
 from groupwise.engine.distributed.rpc import (
@@ -40,8 +40,8 @@ from groupwise.engine.distributed.rpc import (
     WorkerCalls,
     describe_exit,
     end_reason_of,
-    settle_future,
     make_setup,
+    settle_future,
 )
 
 _END_LIMIT = 10.0

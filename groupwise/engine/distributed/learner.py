@@ -21,7 +21,7 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.engine.distributed.rpc import WorkerCalls, RankCall, require_equal
+from groupwise.engine.distributed.rpc import RankCall, WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import shard_rows
 
 

@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import WorkerLostError
-from groupwise.engine.distributed.handshake import UnknownCallerError, server_handshake, read_attempt_secret
+from groupwise.engine.distributed.handshake import (
+    UnknownCallerError,
+    read_attempt_secret,
+    server_handshake,
+)
 from groupwise.engine.distributed.messages import MessageChannel, RankSetup
 from groupwise.engine.distributed.rpc import RESUME_HINT, describe_exit
 from groupwise.engine.distributed.spawned_workers import LOCALHOST, SpawnedWorkers
@@ -37,8 +41,8 @@ _TOKEN_DIGITS = 32
 
 
 class LearnerWorkers(SpawnedWorkers):
-    """`count` worker processes; with `launch`, all but the first were started by torchrun. If they are `learning` and several, they join one
-    process group before they make the hosted object."""
+    """`count` worker processes; with `launch`, all but the first were started by torchrun. If they are `learning` and several, they join
+    one process group before they make the hosted object."""
 
     def __init__(self, count: int, launch: TorchrunRank | None, *, learning: bool) -> None:
         super().__init__(count, "learner")

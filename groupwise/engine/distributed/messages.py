@@ -1,12 +1,12 @@
 """Messages between the main process, the zygote and its ranks. They are pickled, because all of these processes trust each other. Messages
 over a network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
-The main process may send `Call`s to the zygote, each answered by `CallResult` or `CallFailure` with its number. It then sends `Setup`, with a
-socket for each rank. The zygote sends `Ready` or `CallFailure`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a rank the main
-process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallFailure`, and `LogRecordMessage`.
+The main process may send `Call`s to the zygote, each answered by `CallResult` or `CallFailure` with its number. It then sends `Setup`,
+with a socket for each rank. The zygote sends `Ready` or `CallFailure`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a
+rank the main process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallFailure`, and `LogRecordMessage`.
 
-A rank with its own model first receives `RankSetup`, which it answers with `Ready` or `CallFailure`, and finally `Shutdown`. It sends `Heartbeat` at
-regular intervals if `RankSetup.heartbeat_interval` is set.
+A rank with its own model first receives `RankSetup`, which it answers with `Ready` or `CallFailure`, and finally `Shutdown`. It sends
+`Heartbeat` at regular intervals if `RankSetup.heartbeat_interval` is set.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from groupwise.engine.distributed.messages import (
 )
 from groupwise.engine.distributed.rank import CallServer, send_log
 from groupwise.engine.distributed.rpc import RESUME_HINT
-from groupwise.engine.distributed.torchrun import TorchrunRank, visible_gpu, enable_keepalive
+from groupwise.engine.distributed.torchrun import TorchrunRank, enable_keepalive, visible_gpu
 from groupwise.engine.distributed.zygote import make
 
 CONNECT_TIMEOUT = 60.0

@@ -21,14 +21,14 @@ from typing import Any, NoReturn
 
 from groupwise.core.processes.family import signal_when_parent_ends
 from groupwise.engine.distributed.messages import (
-    Heartbeat,
-    CallResult,
     Call,
-    Cancel,
     CallFailure,
-    Shutdown,
+    CallResult,
+    Cancel,
+    Heartbeat,
     LogRecordMessage,
     MessageChannel,
+    Shutdown,
     picklable_error,
 )
 

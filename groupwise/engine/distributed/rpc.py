@@ -24,10 +24,10 @@ from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
 from groupwise.core.processes.family import PLAIN, how_it_ended
 from groupwise.engine.distributed.messages import (
-    CallResult,
     Call,
-    Cancel,
     CallFailure,
+    CallResult,
+    Cancel,
     LogRecordMessage,
     MessageChannel,
     Setup,

@@ -74,7 +74,9 @@ class RankSampler:
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""
         await self._ranks.call_all("sampler.load", policy)
-        self._fingerprint = require_equal(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
+        self._fingerprint = require_equal(
+            _SERVED, await self._ranks.call_all("sampler.fingerprint")
+        )
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""
@@ -82,7 +84,9 @@ class RankSampler:
 
     def _deal(self) -> None:
         tickets, self._waiting = self._waiting, []
-        shares_by_ticket = share_groups([len(ticket.request.seeds) for ticket in tickets], self._loads)
+        shares_by_ticket = share_groups(
+            [len(ticket.request.seeds) for ticket in tickets], self._loads
+        )
         for ticket, shares in zip(tickets, shares_by_ticket, strict=True):
             if ticket.dealt.cancelled():
                 continue

@@ -5,8 +5,8 @@ place, loads the newest weights, and receives all unanswered calls again; caller
 longer than the timeout, because it hangs or was stopped, is killed and replaced in the same way. If one ends repeatedly without having
 drawn anything, all are ended.
 
-Calls come from the main thread while the thread of `SpawnedWorkers` replaces processes: the lock `_replacement_lock` guards sending and the calls that may
-have to be sent again.
+Calls come from the main thread while the thread of `SpawnedWorkers` replaces processes: the lock `_replacement_lock` guards sending, and
+the calls that may have to be sent again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 from groupwise.core.errors import PolicyMismatchError, RunError
 from groupwise.core.types import Policy
 from groupwise.engine.distributed.messages import (
-    CallResult,
     Call,
-    Cancel,
     CallFailure,
+    CallResult,
+    Cancel,
     MessageChannel,
     RankSetup,
 )
@@ -201,8 +201,8 @@ class SamplerWorkers(SpawnedWorkers):
         cause = hangs or describe_exit(code)
         if self._ends[rank] == MAX_CONSECUTIVE_ENDS:
             return RunError(
-                f"{worker} {MAX_CONSECUTIVE_ENDS} times without having drawn anything in between, at last so: {cause} Another one would end "
-                f"likewise. {RESUME_HINT}{words}"
+                f"{worker} {MAX_CONSECUTIVE_ENDS} times without having drawn anything in between, at last so: {cause} Another one would "
+                f"end likewise. {RESUME_HINT}{words}"
             )
         logger.warning(
             "%s: %s Another one takes its place, and draws again what was not finished%s",

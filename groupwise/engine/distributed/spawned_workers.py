@@ -22,22 +22,22 @@ from groupwise.core.errors import RunError
 from groupwise.core.processes.family import NO_GPU
 from groupwise.core.processes.output import Output
 from groupwise.engine.distributed.messages import (
-    Heartbeat,
-    CallResult,
     CallFailure,
-    Shutdown,
+    CallResult,
+    Heartbeat,
     LogRecordMessage,
     MessageChannel,
     RankSetup,
     Ready,
     Setup,
+    Shutdown,
 )
 from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
     WorkerCalls,
     end_reason_of,
-    settle_future,
     make_setup,
+    settle_future,
 )
 from groupwise.engine.distributed.torchrun import visible_gpu
 

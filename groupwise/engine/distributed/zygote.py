@@ -24,11 +24,11 @@ from typing import Any
 from groupwise.core.plugins import load
 from groupwise.core.processes.family import NO_GPU, signal_when_parent_ends
 from groupwise.engine.distributed.messages import (
-    CallResult,
     Call,
-    RankEnded,
     CallFailure,
+    CallResult,
     MessageChannel,
+    RankEnded,
     Ready,
     Setup,
     picklable_error,

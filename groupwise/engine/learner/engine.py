@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs, Paths, choose_paths
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, Paths, choose_paths
 from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder

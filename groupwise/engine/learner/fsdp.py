@@ -31,7 +31,7 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import Collective
 from groupwise.engine.learner.engine import Compute, TransformersEngine
-from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.layout import Batch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 

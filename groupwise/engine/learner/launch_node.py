@@ -68,7 +68,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     options = parser.parse_args(arguments)
     meeting = read_rendezvous(os.environ)
     if STARTED_BY_SRUN in os.environ:
-        Thread(target=end_on_signal_file, args=[Path(os.environ[STARTED_BY_SRUN])], daemon=True).start()
+        Thread(
+            target=end_on_signal_file, args=[Path(os.environ[STARTED_BY_SRUN])], daemon=True
+        ).start()
     if meeting is None and ORDER in os.environ:
         sys.exit(run_on_ray(os.environ, arguments, options.processes, options.command))
     if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:

@@ -34,7 +34,7 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
-from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, ForwardResult, ForwardOutputs
+from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, ForwardOutputs, ForwardResult
 from groupwise.engine.learner.fsdp import FsdpEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine

@@ -1,7 +1,7 @@
 """The weights that a learner trains, their publication, and the reference that they are compared with.
 
-Tensors may be divided among learners (`groupwise.engine.learner.fsdp`). `WholeTensors` and `copy_parts` handle them as whole tensors, for files
-and fingerprints.
+Tensors may be divided among learners (`groupwise.engine.learner.fsdp`). `WholeTensors` and `copy_parts` handle them as whole tensors, for
+files and fingerprints.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def mask_turns(
     `prefills` maps a turn to its first words if its prompt contains them.
 
     If the conversation starts with an assistant turn, that turn has no prompt. It is context and not trained, unless the template marks
-    the assistant's words. Raises `TemplateRefused` if it is the only turn or the template refuses the messages, and `TaskError` if no mask can be
-    right.
+    the assistant's words. Raises `TemplateRefused` if it is the only turn or the template refuses the messages, and `TaskError` if no
+    mask can be right.
     """
     rows: list[MaskedRow] = []
     marked = MARKS.search(template_of(tokenizer, chat))
@@ -135,8 +135,8 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
         common = _common_prefix_length(asked_text, full_text)
         raise TaskError(
             f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-            f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would be trained "
-            "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+            f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would be "
+            "trained after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
             "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
             "does not do so, or that marks the assistant's words with {% generation %}."
         )
@@ -169,7 +169,9 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked
     probe = [*chat.messages[:turn], {**message, "content": PROBE}]
     _, marker, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not marker:
-        raise TemplateRefused(f"the chat template does not write what message {turn} (assistant) says.")
+        raise TemplateRefused(
+            f"the chat template does not write what message {turn} (assistant) says."
+        )
     full_text = (
         asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
     )

@@ -172,7 +172,7 @@ def _refuse_public(api: Any, target: Target) -> None:
 def _commit_to_replace(
     api: Any, target: Target, remote_files: dict[str, Any], run: Path | None
 ) -> str | None:
-    """The commit that the upload must replace; None if it may replace any. Raises _UploadRefused if the branch holds files of another origin."""
+    """The commit that the upload must replace; None if it may replace any. Raises _UploadRefused if the branch holds other files."""
     if not remote_files or target.overwrite:
         return None
     own_commit = None if run is None else _own_commits(run).get(str(target))

@@ -21,8 +21,8 @@ from torch import Tensor
 from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
 from groupwise.engine.models.lora import fingerprint
-from groupwise.engine.models.memory import is_out_of_memory, explaining_out_of_memory, out_of_memory
-from groupwise.engine.sampler.draw import draw_tokens, truncate, mask_early_stops
+from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory, out_of_memory
+from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.engine import Prompt
 from groupwise.engine.sampler.rules import (
     ends_with_stop,

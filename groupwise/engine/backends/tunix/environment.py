@@ -30,7 +30,7 @@ from groupwise.core import atomic_files
 from groupwise.core.accelerators import accelerator as of_this_machine
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import RunError, UsageError
-from groupwise.engine.backends.tunix.messages import TPU_IN_USE_ADVICE, WorkerInfo, Look
+from groupwise.engine.backends.tunix.messages import TPU_IN_USE_ADVICE, Look, WorkerInfo
 from groupwise.engine.backends.tunix.process import WorkerProcess, own_environment
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,11 @@ USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
 """Seconds in which JAX usually opens its devices, and after which this module gives up."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
-QUIET_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+QUIET_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "GRPC_VERBOSITY": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 """Silences stderr messages of libraries that JAX uses; they do not help users."""
 THREADS_OF_A_DEVICE = 4
 """Threads per device if JAX splits one CPU into several. With fewer, a device that waits for the others may occupy a thread they need."""

@@ -21,7 +21,7 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs, whole_rows
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, whole_rows
 from groupwise.engine.learner.layout import MicroBatch, microbatches
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
@@ -117,7 +117,7 @@ class UnslothDecoder(Decoder):
 
 
 class UnslothEngine:
-    """A `groupwise.engine.learner.engine.LearnerEngine` over a model that Unsloth has loaded. Each row is computed whole, prompt included."""
+    """A `groupwise.engine.learner.engine.LearnerEngine` over a model that Unsloth has loaded. Computes each row whole, with its prompt."""
 
     def __init__(self, weights: TrainedWeights) -> None:
         self._weights = weights

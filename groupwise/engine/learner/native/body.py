@@ -21,9 +21,9 @@ from groupwise.engine.learner.native.elementwise import (
     add_norm_gradient,
     norm_scale,
     norm_with_gradient,
+    rotate_back_,
     swiglu,
     swiglu_with_gradient,
-    rotate_back_,
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product

@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import ForwardResult, ForwardOutputs, query_tokens
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, query_tokens
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut

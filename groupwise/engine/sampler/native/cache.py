@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.engine.models.footprint import grown_room
 from groupwise.engine.models.native.facts import LANES, ROWS, STRETCH, multiple
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, DecodeRow
+from groupwise.engine.sampler.engine import DecodeRow, Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

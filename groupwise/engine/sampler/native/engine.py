@@ -21,11 +21,11 @@ from groupwise.engine.models.native.facts import ROWS
 from groupwise.engine.models.native.forward import Adapter, residual_after_layers
 from groupwise.engine.models.native.ready import ready_to_decode
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, DecodeRow
+from groupwise.engine.sampler.engine import DecodeRow, Prompt
 from groupwise.engine.sampler.native.cache import (
+    CompletionCache,
     Group,
     NativePrompt,
-    CompletionCache,
     groups,
     in_blocks,
     with_room,

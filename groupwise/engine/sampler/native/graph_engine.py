@@ -26,7 +26,7 @@ from groupwise.engine.models.native.forward import residual_after_layers
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, DecodeRow
+from groupwise.engine.sampler.engine import DecodeRow, Prompt
 from groupwise.engine.sampler.native.prefill import prefill_together
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights

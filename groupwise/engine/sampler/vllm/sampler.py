@@ -88,8 +88,8 @@ class VllmSampler:
         end: Callable[[], None] | None = None,
     ) -> None:
         """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: in nats, see
-        `probe.check_logprobs`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a server of
-        this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
+        `probe.check_logprobs`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a
+        server of this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -223,7 +223,9 @@ class VllmSampler:
         logprobs = [value for completion in completions for value in completion.logprobs]
         # Computed by the learner's model, which has the same base.
         expected = self._logprobs_here(answers, adapter=served.folder is not None)
-        probe.check_logprobs(server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance)
+        probe.check_logprobs(
+            server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance
+        )
         server.ready = served.name
 
     def _logprobs_here(

@@ -19,13 +19,13 @@ from groupwise.core.processes.frames import add_frame
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed import handshake, peer
 from groupwise.engine.distributed.handshake import (
-    TamperedMessageError,
     Seal,
+    TamperedMessageError,
     UnknownCallerError,
     _handshake_code,
-    server_handshake,
     client_handshake,
     read_attempt_secret,
+    server_handshake,
 )
 from groupwise.engine.distributed.messages import CallResult, MessageChannel
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from groupwise.engine.distributed.messages import CallResult, Call, MessageChannel
+from groupwise.engine.distributed.messages import Call, CallResult, MessageChannel
 
 
 @pytest.fixture

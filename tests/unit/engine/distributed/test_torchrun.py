@@ -13,9 +13,9 @@ from groupwise.engine.distributed.messages import Setup
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.torchrun import (
     TorchrunRank,
-    visible_gpu,
-    read_torchrun_rank,
     check_world_size,
+    read_torchrun_rank,
+    visible_gpu,
 )
 from groupwise.engine.models.footprint import bytes_of
 from groupwise.training import placement

@@ -18,8 +18,8 @@ from groupwise.engine.learner import launch_node
 from groupwise.engine.learner.launch_node import (
     STARTED_BY_SRUN,
     Rendezvous,
-    run_on_all_nodes,
     read_rendezvous,
+    run_on_all_nodes,
 )
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"

@@ -16,8 +16,8 @@ from groupwise.engine.models.adapters import (
     adapter_commit,
     adapter_folder,
     check_adapter,
-    meta_adapter,
     leave_out_pictures,
+    meta_adapter,
     starting_config,
     warn_of_other_base,
 )

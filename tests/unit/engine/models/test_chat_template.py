@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import TaskError
-from groupwise.engine.models.chat_template import OF_THE_MODEL, Chat, TemplateRefused, prompt_text, render
+from groupwise.engine.models.chat_template import (
+    OF_THE_MODEL,
+    Chat,
+    TemplateRefused,
+    prompt_text,
+    render,
+)
 from tests.chat import SPECIAL, chat_tokenizer
 
 ASKED = [{"role": "user", "content": "1+1?"}]

@@ -36,7 +36,11 @@ def test_it_counts_what_a_model_without_storage_has(family, changes, lora, tmp_p
     model = model_of(tmp_path, family, **changes)
 
     def told():
-        return plan.count_parameters(model, lora), plan.vocabulary(model), plan.prompt_room(model, 8)
+        return (
+            plan.count_parameters(model, lora),
+            plan.vocabulary(model),
+            plan.prompt_room(model, 8),
+        )
 
     monkeypatch.setattr(plan, "_text_config", None)
     by_arithmetic = told()

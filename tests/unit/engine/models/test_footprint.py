@@ -25,7 +25,7 @@ from groupwise.engine.models.footprint import (
 )
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.plan import Decoding
-from groupwise.engine.sampler.native.cache import NativePrompt, CompletionCache
+from groupwise.engine.sampler.native.cache import CompletionCache, NativePrompt
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import made, text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import NonFiniteError, OutOfMemoryError
-from groupwise.engine.models.memory import is_out_of_memory, explaining_out_of_memory
+from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory
 
 EXBIBYTE = 1 << 60
 

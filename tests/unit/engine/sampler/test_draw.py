@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.types import SamplingParams
-from groupwise.engine.sampler.draw import BLOCK, draw_tokens, truncate, mask_early_stops
+from groupwise.engine.sampler.draw import BLOCK, draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.rules import uniform
 
 SEEDS = st.integers(0, 2**64 - 1)

@@ -42,7 +42,6 @@ from groupwise.engine.backends.tunix.messages import (
     ANY,
     TPU_IN_USE_ADVICE,
     Answer,
-    WorkerInfo,
     Look,
     Open,
     Opened,
@@ -50,6 +49,7 @@ from groupwise.engine.backends.tunix.messages import (
     Restore,
     Save,
     WorkerError,
+    WorkerInfo,
 )
 from groupwise.engine.backends.tunix.worker import families
 from groupwise.engine.backends.tunix.worker.adapter import Adapted

@@ -26,7 +26,7 @@ from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.engine import DecodeEngine, Prompt, DecodeRow, SlotEngine
+from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, Prompt, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
