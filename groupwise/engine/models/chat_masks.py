@@ -135,8 +135,8 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
         common = _common_prefix_length(asked_text, full_text)
         raise TaskError(
             f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-            f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would be "
-            "trained after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+            f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would "
+            "be trained after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
             "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
             "does not do so, or that marks the assistant's words with {% generation %}."
         )

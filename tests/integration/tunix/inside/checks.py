@@ -212,8 +212,13 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     ids, length = tuple(range(2, 40)), 29
     rows = [Row(ids[:9], ids[9:], (1,) * length, (-3.0,) * length, each / 4, 1.0, 1.0, (each, 0)) for each in range(4)]  # fmt: skip
     (batch,) = learner._cut(rows)
-    inputs = _loss_inputs(batch)
-    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), inputs, {"policy": 0.25})  # fmt: skip
+    given = (
+        learner._factors,
+        learner.adapted.base,
+        batch.sequences(learner._vocabulary),
+        _loss_inputs(batch),
+        {"policy": 0.25},
+    )
     compiled = learner._gradient_of(loss).lower(*given).compile()
     _, gradient = compiled(*given)
     opened._scope.close()
