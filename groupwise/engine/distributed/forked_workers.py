@@ -46,7 +46,7 @@ from groupwise.engine.distributed.rpc import (
 
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
-_LOOK_EVERY = 0.005
+_POLL_SECONDS = 0.005
 """Seconds between two checks whether the zygote has ended, during shutdown."""
 
 
@@ -98,12 +98,12 @@ class ForkedWorkers(WorkerCalls):
         Raises the factory's own errors, and RunError if a process has ended. After an error or a cancelled wait, all processes have ended.
         """
         self._send_zygote_setup(factory, arguments, count)
-        await self._until_made()
+        await self._wait_until_made()
 
     def make_now(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
         """Like `make`, for code that is not async."""
         self._send_zygote_setup(factory, arguments, count)
-        self._until_made_now()
+        self._wait_until_made_now()
 
     def close(self) -> None:
         """End all processes, even busy ones, and wait until they have ended. May be called again."""
@@ -127,7 +127,7 @@ class ForkedWorkers(WorkerCalls):
         if self._fail_all(reason):
             self._control.end()
 
-    def _begin_call(self) -> None:
+    def _note_call(self) -> None:
         if self._output is not None:
             self._output.begin_call()
 
@@ -161,7 +161,7 @@ class ForkedWorkers(WorkerCalls):
             # It ends by itself. If it is still making the hosted object, or hangs, it is killed.
             deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
             while not has_ended(process) and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_POLL_SECONDS)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutExpired):

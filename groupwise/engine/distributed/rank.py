@@ -81,7 +81,7 @@ class CallServer:
         """`heartbeat`: seconds between two `Heartbeat` messages, as `RankSetup.heartbeat_interval`."""
         self._hosted = hosted
         self._channel = channel
-        self._beat = heartbeat
+        self._heartbeat_interval = heartbeat
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -89,14 +89,14 @@ class CallServer:
         """Answer calls; never returns."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._receive, daemon=True).start()
-        if self._beat is None:
+        if self._heartbeat_interval is None:
             await asyncio.Event().wait()
         # Sent from the loop that computes, so a rank that hangs in a computation sends none.
         while True:
-            assert self._beat is not None
+            assert self._heartbeat_interval is not None
             with suppress(OSError):  # the connection is gone; `_receive` ends this process
                 self._channel.send(Heartbeat())
-            await asyncio.sleep(self._beat)
+            await asyncio.sleep(self._heartbeat_interval)
 
     def _receive(self) -> None:
         assert self._loop is not None

@@ -108,7 +108,7 @@ class WorkerCalls:
         """End all processes, even busy ones, and wait until they have ended. May be called again."""
         raise NotImplementedError
 
-    async def _until_made(self) -> None:
+    async def _wait_until_made(self) -> None:
         """Wait until all ranks host the object. After an error or a cancelled wait, all processes have ended."""
         try:
             await asyncio.wrap_future(self._ready)
@@ -116,8 +116,8 @@ class WorkerCalls:
             self.close()
             raise
 
-    def _until_made_now(self) -> None:
-        """Like `_until_made`, for code that is not async."""
+    def _wait_until_made_now(self) -> None:
+        """Like `_wait_until_made`, for code that is not async."""
         try:
             self._ready.result()
         except BaseException:
@@ -136,14 +136,14 @@ class WorkerCalls:
             case CallFailure(number, error):
                 settle_future(self._pop_pending(number), error=error)
 
-    def _begin_call(self) -> None:
+    def _note_call(self) -> None:
         """Called before a call is sent; subclasses override it."""
 
     def _start_call(
         self, rank: int, name: str, arguments: tuple[Any, ...]
     ) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
-        self._begin_call()
+        self._note_call()
         try:
             self._send_message(self._channels[rank], Call(number, name, arguments))
         except BaseException:  # the arguments cannot be pickled

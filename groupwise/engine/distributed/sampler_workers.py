@@ -56,11 +56,11 @@ class SamplerWorkers(SpawnedWorkers):
     def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
         super().__init__(count, "sampler", first_gpu)
         self._patience = patience
-        self._beat = self._look_every = patience / _CHECKS_PER_TIMEOUT
+        self._heartbeat_interval = self._check_interval = patience / _CHECKS_PER_TIMEOUT
         self._silent: Counter[int] = Counter()
-        """Consecutive silence checks, `_beat` seconds apart, without a message from each sampler."""
-        self._looked_at = time.monotonic()
-        self._tells = tells
+        """Consecutive silence checks, `_heartbeat_interval` seconds apart, without a message from each sampler."""
+        self._checked_at = time.monotonic()
+        self._sends_log = tells
         self._replacement_lock = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
         """Unanswered calls of each sampler, by their numbers; a replacement receives them again."""
@@ -76,7 +76,7 @@ class SamplerWorkers(SpawnedWorkers):
         self, rank: int, name: str, arguments: tuple[Any, ...]
     ) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
-        self._begin_call()
+        self._note_call()
         call = Call(number, name, arguments)
         with self._replacement_lock:
             if name == _LOAD:
@@ -104,9 +104,14 @@ class SamplerWorkers(SpawnedWorkers):
 
     def _setup_of(self, rank: int) -> tuple[RankSetup, list[socket.socket]]:
         assert self._setup is not None
-        tells = self._tells and rank == 0
+        tells = self._sends_log and rank == 0
         return RankSetup(
-            rank, self.count, self._setup, None, sends_log=tells, heartbeat_interval=self._beat
+            rank,
+            self.count,
+            self._setup,
+            None,
+            sends_log=tells,
+            heartbeat_interval=self._heartbeat_interval,
         ), []
 
     def _send_setup(self, rank: int, channel: MessageChannel) -> None:
@@ -130,7 +135,7 @@ class SamplerWorkers(SpawnedWorkers):
             case _:
                 super()._handle_message(rank, message)
 
-    def _is_ready(self, rank: int) -> None:
+    def _handle_ready(self, rank: int) -> None:
         with self._replacement_lock:
             if self._newest is None:
                 self._resume(rank)
@@ -139,7 +144,7 @@ class SamplerWorkers(SpawnedWorkers):
                 self._catching_up[number] = rank
                 self._send_message(self._by_rank[rank], Call(number, "served", (self._newest,)))
         if not self._ready.done():
-            super()._is_ready(rank)
+            super()._handle_ready(rank)
 
     def _finish_catching_up(self, rank: int, fingerprint: str) -> None:
         """Put a replacement sampler to work if it serves the newest weights, or will: newer ones leave a `load` call pending."""
@@ -161,20 +166,22 @@ class SamplerWorkers(SpawnedWorkers):
         for call in self._unanswered[rank].values():
             self._send_message(self._by_rank[rank], call)
 
-    def _check_silence(self, heard: set[int]) -> RunError | None:
+    def _check_silence(self, responsive: set[int]) -> RunError | None:
         """Replace silent samplers. It counts checks, not seconds: while this process itself is stopped, no sampler counts as silent."""
-        for rank in heard:
+        for rank in responsive:
             self._silent[rank] = 0
         now = time.monotonic()
-        if now - self._looked_at < self._beat:
+        if now - self._checked_at < self._heartbeat_interval:
             return None
-        self._looked_at = now
-        for rank in {*self._by_rank} - heard:
+        self._checked_at = now
+        for rank in {*self._by_rank} - responsive:
             self._silent[rank] += 1
-            begins = rank not in self._pids
-            if self._silent[rank] * self._beat > (START_TIMEOUT if begins else self._patience):
+            starting = rank not in self._pids
+            if self._silent[rank] * self._heartbeat_interval > (
+                START_TIMEOUT if starting else self._patience
+            ):
                 hangs = f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
-                reason = self._handle_disconnect(rank, _STARTED_TOO_LATE if begins else hangs)
+                reason = self._handle_disconnect(rank, _STARTED_TOO_LATE if starting else hangs)
                 if reason is not None:
                     return reason
         return None

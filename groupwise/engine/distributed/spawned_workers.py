@@ -57,13 +57,13 @@ class SpawnedWorkers(WorkerCalls):
     `called`: what one of them is called in messages; `first_gpu`: index of the GPU for the first one started here, if there are GPUs.
     """
 
-    _look_every: float | None = None
+    _check_interval: float | None = None
     """Longest wait for messages, in seconds, before `_check_silence` is called; None: no limit."""
 
     def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
         super().__init__()
         self.count = count
-        self._called = called
+        self._title = called
         self._first_gpu = first_gpu
         self._by_rank: dict[int, MessageChannel] = {}
         self._started: dict[int, Popen[bytes]] = {}
@@ -72,20 +72,20 @@ class SpawnedWorkers(WorkerCalls):
         self._setup: Setup | None = None
         self._linked: list[SpawnedWorkers] = []
         self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
         self._thread = threading.Thread(target=self._run_thread, name=f"{called}s", daemon=True)
 
     async def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
         """Like `groupwise.engine.distributed.forked_workers.ForkedWorkers.make`."""
         self._setup = make_setup(factory, arguments)
         self._thread.start()
-        await self._until_made()
+        await self._wait_until_made()
 
     def make_now(self, factory: str, arguments: Mapping[str, Any]) -> None:
         """Like `make`, for code that is not async."""
         self._setup = make_setup(factory, arguments)
         self._thread.start()
-        self._until_made_now()
+        self._wait_until_made_now()
 
     def close(self) -> None:
         """See `WorkerCalls.close`. Processes that torchrun started end by themselves."""
@@ -96,7 +96,7 @@ class SpawnedWorkers(WorkerCalls):
             self._wake_thread()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._wake.close()
+        self._wake_sender.close()
 
     def end(self, reason: RunError) -> None:
         """Fail running and future calls, and make the processes end, without waiting for that. May be called from any thread."""
@@ -116,9 +116,9 @@ class SpawnedWorkers(WorkerCalls):
 
     def _wake_thread(self) -> None:
         with suppress(OSError):  # the thread has ended already
-            self._wake.sendall(b".")
+            self._wake_sender.sendall(b".")
 
-    def _begin_call(self) -> None:
+    def _note_call(self) -> None:
         for output in [*self._outputs.values()]:
             output.begin_call()
 
@@ -140,10 +140,10 @@ class SpawnedWorkers(WorkerCalls):
         """Called when the selector reports a socket that is not a rank's connection."""
         raise NotImplementedError
 
-    def _check_silence(self, heard: set[int]) -> RunError | None:
+    def _check_silence(self, responsive: set[int]) -> RunError | None:
         """Called after each wait for messages, with the ranks that sent any; returns an error if all must end, else None."""
 
-    def _is_ready(self, rank: int) -> None:
+    def _handle_ready(self, rank: int) -> None:
         """Called when a rank has made its hosted object; the last one settles the wait of `make`."""
         if len(self._pids) == self.count:
             self._channels = [self._by_rank[index] for index in range(self.count)]
@@ -158,18 +158,18 @@ class SpawnedWorkers(WorkerCalls):
 
     def _listen_to_ranks(self) -> RunError:
         """Start the processes and listen until they must end; returns the reason."""
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._launch_workers()
         while True:
-            heard: set[int] = set()
-            for key, _ in self._selector.select(self._look_every):
-                if key.fileobj is self._woken:
+            responsive: set[int] = set()
+            for key, _ in self._selector.select(self._check_interval):
+                if key.fileobj is self._wake_receiver:
                     return RunError("The model workers are closed.")
                 if key.data is None:
                     self._accept_caller()
                     continue
                 rank: int = key.data
-                heard.add(rank)
+                responsive.add(rank)
                 try:
                     messages = self._by_rank[rank].receive_available()
                 except EOFError:
@@ -179,18 +179,18 @@ class SpawnedWorkers(WorkerCalls):
                     continue
                 for message in messages:
                     self._handle_message(rank, message)
-            reason = self._check_silence(heard)
+            reason = self._check_silence(responsive)
             if reason is not None:
                 return reason
 
     def _handle_message(self, rank: int, message: RankMessage) -> None:
         match message:
             case Heartbeat():
-                pass  # a heartbeat only marks the rank as heard
+                pass  # a heartbeat only marks the rank as responsive
             case Ready(processes):
                 (self._pids[rank],) = processes
                 self.processes = tuple(self._pids[ready_rank] for ready_rank in sorted(self._pids))
-                self._is_ready(rank)
+                self._handle_ready(rank)
             case _:
                 self._settle_call(message)
 
@@ -198,7 +198,7 @@ class SpawnedWorkers(WorkerCalls):
         ours, theirs = socket.socketpair()
         with theirs:
             self._started[rank] = self._popen(rank, theirs.fileno())
-        self._outputs[rank] = Output(self._started[rank], f"{self._called} {rank + 1}")
+        self._outputs[rank] = Output(self._started[rank], f"{self._title} {rank + 1}")
         self._send_setup(rank, MessageChannel(ours))
 
     def _popen(self, rank: int, descriptor: int) -> Popen[bytes]:
@@ -250,6 +250,6 @@ class SpawnedWorkers(WorkerCalls):
                 process.wait(_END_LIMIT)
         for output in self._outputs.values():
             output.join()
-        for resource in (*self._by_rank.values(), self._woken):
+        for resource in (*self._by_rank.values(), self._wake_receiver):
             resource.close()
         self._selector.close()

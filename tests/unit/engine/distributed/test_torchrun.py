@@ -112,7 +112,7 @@ def test_samplers_see_the_gpus_after_those_of_the_learners(monkeypatch):
     samplers = SamplerWorkers(2, 1, tells=False, patience=9.0)
     samplers._setup = Setup("", {"layout": {"device": "cuda"}}, (), 0)
     assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
-    for each in (samplers._wake, samplers._woken, samplers._selector):
+    for each in (samplers._wake_sender, samplers._wake_receiver, samplers._selector):
         each.close()
 
 
@@ -124,7 +124,7 @@ def peers():
     found._setup = Setup("", {}, (), 0)
     found._selector.register(found._call_socket, selectors.EVENT_READ)
     yield found
-    for each in (found._wake, found._woken, found._selector, found._call_socket):
+    for each in (found._wake_sender, found._wake_receiver, found._selector, found._call_socket):
         each.close()
 
 
