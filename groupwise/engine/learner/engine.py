@@ -78,7 +78,7 @@ class TransformersEngine:
         decoder = self.reference() if reference else self._decoder
 
         def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> ForwardResult:
-            return replace(paths, wanted=outputs).forward(decoder, batch)
+            return replace(paths, outputs=outputs).forward(decoder, batch)
 
         acting = (
             self._weights.acting_reference()

@@ -65,7 +65,7 @@ def write_merged(
     tensors = _add_adapter(base, adapter, format)
     if tensors < keeping:
         format, tensors = torch.float32, 1.0
-    return replace(_write_model(base, format, into), kept=tensors)
+    return replace(_write_model(base, format, into), kept_share=tensors)
 
 
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> ExportResult:
