@@ -315,6 +315,6 @@ def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, 
     async def other(hosted, policy):
         return (await served(hosted, policy))[::-1]
 
-    monkeypatch.setattr(WorkerState, "served", other)
+    monkeypatch.setattr(WorkerState, "load_policy", other)
     with pytest.raises(PolicyMismatchError, match="Sampler 2"):
         groupwise.rl(apart(tmp_path), TOY)
