@@ -21,7 +21,7 @@ import typer
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.terminal.text import clean
-from groupwise.engine.models.memory import lacks_memory, out_of_memory
+from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
 PROGRAM = "groupwise"
 
@@ -111,7 +111,7 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
 
 def report_error(error: Exception, *, as_json: bool) -> int:
     """Report a failure and return the exit code: a message for errors that users can fix, a traceback for bugs."""
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         error = out_of_memory(error)
     if isinstance(error, GroupwiseError):
         return _tell(error.message, error.code, error.exit_code, as_json)

@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show
-from groupwise.engine.backends.tunix.environment import look, mesh_of
+from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
@@ -232,7 +232,7 @@ def _lines(session: Session) -> Iterator[tuple[str, str]]:
     elif session.mesh is None:
         yield "backend", "torch"
     else:
-        found = look()
+        found = query_worker()
         mesh = " × ".join(f"{axis} {count}" for axis, count in session.mesh.items())
         yield (
             "backend",

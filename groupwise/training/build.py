@@ -29,20 +29,20 @@ from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.learner import RankLearner
-from groupwise.engine.distributed.learner_workers import Peers
+from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.multi_adapter import (
-    Host,
     LocalWorker,
+    ModelHost,
     Models,
     NewModel,
     RemoteWorker,
 )
-from groupwise.engine.distributed.rpc import Calls
+from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.sampler import RankSampler, RankWitness
-from groupwise.engine.distributed.sampler_workers import Samplers
-from groupwise.engine.distributed.spawned_workers import Started
-from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.distributed.sampler_workers import SamplerWorkers
+from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
+from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from groupwise.engine.backends.remote.session import Session
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
-    from groupwise.engine.distributed.worker_state import AdapterHost, Hosted
-    from groupwise.engine.learner.engine import Engine
+    from groupwise.engine.distributed.worker_state import AdapterHost, WorkerState
+    from groupwise.engine.learner.engine import LearnerEngine
     from groupwise.engine.learner.gradient_flow import Slope
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.vllm.own import OwnServer
-    from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
+    from groupwise.engine.sampler.vllm.own import SpawnedServer
+    from groupwise.engine.sampler.vllm.sampler import PolicyWitness, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
@@ -83,12 +83,12 @@ LARGE_ADAPTER = 512 << 20
 class Closable:
     """Parts that may be in other processes, which `close` ends."""
 
-    ranks: Calls | None = None
-    samplers: Started | None = None
+    ranks: WorkerCalls | None = None
+    samplers: SpawnedWorkers | None = None
     """Processes that only sample, so that the ranks only learn; None if all do both."""
     divided: bool = False
     """True if each rank has only a part of the weights."""
-    hosted: Hosted | None = None
+    hosted: WorkerState | None = None
     """The parts in this process, if there are no ranks and further models could be added."""
     session: Session | None = None
     """The session with the server that has the parts; None without `run.server`."""
@@ -183,7 +183,7 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
     try:
         yield
     finally:
-        prefork.give_up()
+        prefork.end_zygote()
 
 
 def expect_ranks(config: AnyConfig) -> None:
@@ -197,7 +197,7 @@ def expect_ranks(config: AnyConfig) -> None:
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
     if most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0:
-        prefork.begin()
+        prefork.start_zygote()
 
 
 def be_launched(config: AnyConfig) -> None:
@@ -205,12 +205,12 @@ def be_launched(config: AnyConfig) -> None:
 
     The process of the first rank runs the whole program and calls the others. Raises UsageError if their number differs from the config's.
     """
-    launch = read_launch()
-    refuse_other_number(launch, config.distributed.learners)
+    launch = read_torchrun_rank()
+    check_world_size(launch, config.distributed.learners)
     if launch is not None and launch.rank > 0:
         from groupwise.engine.distributed import peer
 
-        peer.be_launched(launch)
+        peer.run_torchrun_rank(launch)
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
@@ -254,7 +254,7 @@ async def start_training(
             _close_halves(learners, samplers)
             raise
     workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
-    if isinstance(workers, Calls) and config.sampler.engine == "vllm":
+    if isinstance(workers, WorkerCalls) and config.sampler.engine == "vllm":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _vllm_sampler(
@@ -303,7 +303,7 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
     workers = await _build_workers("serving", config, layout, weights=folder)
-    if isinstance(workers, Calls):
+    if isinstance(workers, WorkerCalls):
         return ServingParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
     assert workers.sampler is not None
     by_http = _http_sampler(workers.sampler)
@@ -321,7 +321,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
         )
     refuse_servers(config, "a base for several models is sampled where it is")
     workers = await _build_workers("base", config, layout)
-    if isinstance(workers, Calls):
+    if isinstance(workers, WorkerCalls):
         return BaseParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
     assert workers.sampler is not None
     return BaseParts(workers.sampler, workers.stop_token_ids, hosted=workers)
@@ -332,7 +332,7 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
     """
-    hosts: list[Host]
+    hosts: list[ModelHost]
     if parts.ranks is not None:
         hosts = [RemoteWorker(parts.ranks, rank) for rank in range(parts.ranks.count)]
     else:
@@ -341,8 +341,8 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
     return Models(hosts, max_models, parts.stop_token_ids, first_model)
 
 
-def _training_parts(workers: Calls | Hosted) -> Parts:
-    if isinstance(workers, Calls):
+def _training_parts(workers: WorkerCalls | WorkerState) -> Parts:
+    if isinstance(workers, WorkerCalls):
         return Parts(
             RankSampler(workers), RankLearner(workers), _stop_token_ids(workers), ranks=workers
         )
@@ -358,14 +358,14 @@ def _training_parts(workers: Calls | Hosted) -> Parts:
     )
 
 
-def _supervised_parts(workers: Calls | Hosted, layout: Layout) -> LearningParts:
-    if isinstance(workers, Calls):
+def _supervised_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> LearningParts:
+    if isinstance(workers, WorkerCalls):
         return LearningParts(RankLearner(workers, divided=layout.parts > 1), ranks=workers)
     assert workers.learner is not None
     return LearningParts(workers.learner)
 
 
-def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
+def _stop_token_ids(ranks: WorkerCalls) -> tuple[int, ...]:
     return ranks.call_all_now("stop_token_ids")[0]
 
 
@@ -407,10 +407,12 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
         raise
 
 
-def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
+def _vllm_sampler(
+    config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
+) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
     from groupwise.api.openai_client.waiting import Timing
-    from groupwise.engine.sampler.vllm.adapters import Shared
+    from groupwise.engine.sampler.vllm.adapters import SharedFolder
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
 
@@ -440,7 +442,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
     shared_folder = None
     if sampler_config.adapter_folder is not None:
         adapter_folder = Path(sampler_config.adapter_folder).expanduser().resolve()
-        shared_folder = Shared(
+        shared_folder = SharedFolder(
             adapter_folder, (sampler_config.adapter_folder_there or str(adapter_folder)).rstrip("/")
         )
     return VllmSampler(
@@ -454,7 +456,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
     )
 
 
-def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
+def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
     """The vLLM server, not started yet; `rank` is the adapters' LoRA rank. Raises UsageError if there are too few GPUs."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
@@ -471,7 +473,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
             f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to "
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
-    return own.OwnServer(
+    return own.SpawnedServer(
         own.ServerSpec(
             python=sampler_config.vllm_python,
             location=source.location,
@@ -481,7 +483,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
             rank=rank,
             longest=sampler_config.max_model_len or layout.key_length,
             memory=sampler_config.gpu_memory_utilization,
-            gpus=own.gpus_beside(
+            gpus=own.free_gpus(
                 count,
                 sampler_config.tensor_parallel_size,
                 sampler_config.gpu_memory_utilization,
@@ -563,12 +565,12 @@ async def _build_on_tunix(
 ) -> Parts:
     """Start a worker with the model and an adapter: the one in `weights`, that of the config, or a new one."""
     from groupwise.engine.backends.tunix.parts import start
-    from groupwise.engine.models.load import described_stop_token_ids
+    from groupwise.engine.models.load import configured_stop_token_ids
 
-    prefork.give_up()
+    prefork.end_zygote()
     order = await asyncio.to_thread(_tunix_order, config, layout, run, folder, weights)
     tokenizer = prefork.load_tokenizer(config.model)
-    stops = described_stop_token_ids(config.model, tokenizer)
+    stops = configured_stop_token_ids(config.model, tokenizer)
     worker, sampler, learner = await start(
         order, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
     )
@@ -581,8 +583,8 @@ def _tunix_order(
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.models.adapters import adapter_folder
-    from groupwise.engine.models.load import described_text, model_folder
-    from groupwise.engine.models.lora import described_adapter, scaling_of
+    from groupwise.engine.models.load import model_folder, text_config_of
+    from groupwise.engine.models.lora import peft_config_dict, scaling_of
 
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
@@ -591,7 +593,7 @@ def _tunix_order(
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
-        text=described_text(config.model),
+        text=text_config_of(config.model),
         dtype=layout.dtype,
         mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,
@@ -600,7 +602,7 @@ def _tunix_order(
         alpha=scaling_of(shape) * shape.r,
         seed=config.training.seed,
         start=None if start is None else str(start),
-        described=described_adapter(shape),
+        described=peft_config_dict(shape),
         run=run,
         publish_folder=str(folder),
         slots=layout.slots,
@@ -615,18 +617,18 @@ def check_model(config: RunConfig) -> None:
         return
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.fits import check_unread
-    from groupwise.engine.models.load import described_text
+    from groupwise.engine.models.load import text_config_of
 
     _, layers = _starting_adapter(config)
-    check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
+    check_unread(text_config_of(config.model), mesh_of(config.model.mesh), layers)
 
 
 def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     """Peft's config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
-        hollow_adapter,
         leave_out_pictures,
+        meta_adapter,
         starting_config,
     )
 
@@ -634,7 +636,7 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     check_adapter(config.model, config.lora)
     shape = starting_config(config.model, config.lora)
     leave_out_pictures(config.model, shape)
-    return shape, tuple(hollow_adapter(config.model, shape).layers)
+    return shape, tuple(meta_adapter(config.model, shape).layers)
 
 
 def _refuse_tunix(config: AnyConfig) -> None:
@@ -651,7 +653,7 @@ def _refuse_tunix(config: AnyConfig) -> None:
 
 def _build_workers_now(
     kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
-) -> Calls | Hosted:
+) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
@@ -660,7 +662,7 @@ def _build_workers_now(
         workers = _start_processes(kind, config, layout)
         workers.make_now(WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments))
         return workers
-    ranks = prefork.take()
+    ranks = prefork.take_zygote()
     ranks.make_now(
         WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments), layout.processes
     )
@@ -669,7 +671,7 @@ def _build_workers_now(
 
 async def _build_workers(
     kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
-) -> Calls | Hosted:
+) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     if layout.processes == 1:
         return _build_in_process(kind, config, layout, **arguments)
@@ -677,45 +679,45 @@ async def _build_workers(
         workers = _start_processes(kind, config, layout)
         await workers.make(WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments))
         return workers
-    ranks = prefork.take()
+    ranks = prefork.take_zygote()
     await ranks.make(
         WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments), layout.processes
     )
     return ranks
 
 
-def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
+def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWorkers:
     """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
-    prefork.give_up()
+    prefork.end_zygote()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
-        return Samplers(
+        return SamplerWorkers(
             layout.samplers,
             _first_gpu(layout),
             tells=kind != "sampling",
             patience=config.distributed.sampler_timeout,
         )
-    return Peers(layout.learners, read_launch(), learning=kind in LEARNING)
+    return LearnerWorkers(layout.learners, read_torchrun_rank(), learning=kind in LEARNING)
 
 
 def _first_gpu(layout: Layout) -> int:
     """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
-    launch = read_launch()
+    launch = read_torchrun_rank()
     return layout.learners if launch is None else launch.local_count
 
 
 def _start_halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
-) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
+) -> tuple[SpawnedWorkers, SpawnedWorkers, tuple[dict[str, Any], dict[str, Any]]]:
     """Learners, samplers, and the description of the parts of each. Closing the learners also closes the samplers."""
     learners = _start_processes("learning", config, layout)
     samplers = _start_processes("sampling", config, layout)
-    learners.take_along(samplers)
+    learners.also_end(samplers)
     learning = _make_arguments("learning", config, layout, run=run, folder=str(folder))
     return learners, samplers, (learning, _make_arguments("sampling", config, layout))
 
 
-def _parts_of_halves(learners: Started, samplers: Started, *, sharded: bool) -> Parts:
+def _parts_of_halves(learners: SpawnedWorkers, samplers: SpawnedWorkers, *, sharded: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
         RankLearner(learners, divided=sharded),
@@ -726,13 +728,13 @@ def _parts_of_halves(learners: Started, samplers: Started, *, sharded: bool) -> 
     )
 
 
-def _close_halves(*halves: Started) -> None:
+def _close_halves(*halves: SpawnedWorkers) -> None:
     for half in halves:
         half.close()
 
 
-def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
-    prefork.give_up()
+def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
+    prefork.end_zygote()
     return _make_worker(kind, config, layout, **arguments)
 
 
@@ -746,7 +748,7 @@ def _make_arguments(
 
 def make_worker_from_json(
     kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **arguments: Any
-) -> Hosted:
+) -> WorkerState:
     """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
 
@@ -756,14 +758,14 @@ def make_worker_from_json(
     return worker
 
 
-def _make_worker(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> Hosted:
-    with memory_explained("making the model ready"):
+def _make_worker(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
+    with explaining_out_of_memory("making the model ready"):
         return _MAKERS[kind](config, layout, **arguments)
 
 
-def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
     """Build sampler and learner in this process. It may be the zygote, which must have only one thread until it has forked the ranks."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.tokenizer import load_tokenizer
@@ -786,7 +788,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         config, layout, learner_weights, run, folder, config.training.seed, replicas
     )
     samples_on_servers = config.sampler.engine == "vllm" and layout.learners > 1
-    return Hosted(
+    return WorkerState(
         layout.threads_each,
         None if samples_on_servers else _build_sampler(config, layout, sampler_weights, tokenizer),
         learner,
@@ -794,7 +796,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         learner_weights,
         replicas,
         witness=_build_witness(sampler_weights) if samples_on_servers else None,
-        bench=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
+        adapter_host=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training
     )
@@ -806,9 +808,9 @@ def _build_witness(sampler_weights: Any) -> Any:
     return Witness(sampler_weights)
 
 
-def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
     """Build a learner without a sampler."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model
 
@@ -822,12 +824,12 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     learner = _build_learner(
         config, layout, learner_weights, run, folder, config.training.seed, replicas
     )
-    return Hosted(layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas)
+    return WorkerState(layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas)
 
 
-def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
+def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     """Build a sampler without a learner, for weights that another process will publish."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter, starting_config
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel
@@ -843,7 +845,7 @@ def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
         shape = starting_config(config.model, config.lora)
         sampler_weights = ServedAdapter(AdaptedModel(model, shape))
     stops = _with_configured_stops(stop_token_ids(model, tokenizer), config)
-    return Hosted(
+    return WorkerState(
         layout.threads_each,
         _build_sampler(config, layout, sampler_weights, tokenizer),
         stop_token_ids=stops,
@@ -876,7 +878,7 @@ def _build_learner(
     )
 
 
-def _own_engine(config: AnyConfig, learner_weights: Any) -> Engine | None:
+def _own_engine(config: AnyConfig, learner_weights: Any) -> LearnerEngine | None:
     """The engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
@@ -941,18 +943,18 @@ def _prepare_process(layout: Layout) -> None:
 def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
-    from groupwise.engine.learner.fsdp import Divided
+    from groupwise.engine.learner.fsdp import FsdpCollective
     from groupwise.engine.learner.replicas import Replicas
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return Divided() if layout.parts > 1 else Collective()
+        return FsdpCollective() if layout.parts > 1 else Collective()
     return Replicas(layout.processes, [*learner_weights.parameters().values()])
 
 
-def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> Hosted:
-    from groupwise.engine.distributed.worker_state import Hosted
+def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> WorkerState:
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.adapters import check_adapter
@@ -974,11 +976,11 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
         replicas=replicas,
         divide_on=_shard_device(layout),
     )
-    return Hosted(layout.threads_each, learner=learner, replicas=replicas)
+    return WorkerState(layout.threads_each, learner=learner, replicas=replicas)
 
 
-def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
-    from groupwise.engine.distributed.worker_state import Hosted
+def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> WorkerState:
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
     from groupwise.engine.models.lora import CONFIG, read_lora_config
@@ -998,12 +1000,12 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
             sampler_weights = ServedAdapter(_build_adapted_model(config, model, stored))
         sampler_weights.read(folder)
     sampler = _build_sampler(config, layout, sampler_weights, tokenizer)
-    return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
+    return WorkerState(layout.threads_each, sampler, stop_token_ids=stops)
 
 
-def _make_base(config: RunConfig, layout: Layout) -> Hosted:
+def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
     """Build the base with a sampler. It arranges the weights for decoding before ranks are forked, for all later models."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.config import LoraConfig
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel, new_lora_config
@@ -1021,11 +1023,11 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     if native is not None:
         ready_to_learn(native)
     adapted_model = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
-    return Hosted(
+    return WorkerState(
         layout.threads_each,
         sampler,
         stop_token_ids=_with_configured_stops(stop_token_ids(model, tokenizer), config),
-        bench=_adapter_host(config, layout, adapted_model, tokenizer),
+        adapter_host=_adapter_host(config, layout, adapted_model, tokenizer),
     )
 
 
@@ -1064,7 +1066,7 @@ def _adapter_host(
     return AdapterHost(adapted_model, make_weights, make_learner, make_sampler)
 
 
-_MAKERS: dict[Kind, Callable[..., Hosted]] = {
+_MAKERS: dict[Kind, Callable[..., WorkerState]] = {
     "training": _make_training,
     "learning": _make_learning,
     "sampling": _make_sampling,

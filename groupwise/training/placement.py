@@ -14,7 +14,7 @@ from typing import Any, Literal
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
+from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
 from groupwise.training.config import RunConfig
@@ -177,15 +177,17 @@ def oversubscription_warning(layout: Layout, *, elsewhere: bool = False) -> str 
 
 def _total_cores() -> int:
     """Number of cores of all machines, which are assumed to be alike."""
-    launch = read_launch()
+    launch = read_torchrun_rank()
     return available_cores() * (launch.machines if launch is not None else 1)
 
 
 def _tunix_layout(config: RunConfig) -> Layout:
     """The layout of a worker in Tunix's environment, on all devices that JAX sees or as many as the mesh has."""
-    from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
+    from groupwise.engine.backends.tunix.environment import (
+        query_worker,  # with the messages of its worker
+    )
 
-    devices = look()
+    devices = query_worker()
     platform = "cuda" if devices.platform == "gpu" else devices.platform
     bfloat16 = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and platform != "cpu"
@@ -204,8 +206,12 @@ def _tunix_layout(config: RunConfig) -> Layout:
 
 def _local_layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
-    learners, samplers, launch = config.distributed.learners, samplers_of(config), read_launch()
-    refuse_other_number(launch, learners)
+    learners, samplers, launch = (
+        config.distributed.learners,
+        samplers_of(config),
+        read_torchrun_rank(),
+    )
+    check_world_size(launch, learners)
     gpus_needed = (launch.local_count if launch is not None else learners) + samplers
     if (
         gpus_needed > 1

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import load
 from groupwise.core.processes.family import MARK, tie_to_parent
-from groupwise.engine.distributed.rank import tell_log
+from groupwise.engine.distributed.rank import send_log
 from groupwise.server.engine.messages import (
     CANCELLED_VERBS,
     MAKING,
@@ -53,7 +53,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore_signal)
     line = MessageChannel(socket.socket(fileno=descriptor))
-    tell_log(line, log_level)
+    send_log(line, log_level)
     try:
         asyncio.run(_Serving(line, beat_every).forever(factory))
     except BaseException:  # noqa: BLE001 — threads of the engine must not keep the process from ending

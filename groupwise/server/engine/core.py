@@ -145,7 +145,7 @@ class EngineCore:
         loaded = load_config(dict(order.config))
         refuse_on_server(loaded.config)
         build.expect_ranks(loaded.config)
-        self._scope.callback(prefork.give_up)
+        self._scope.callback(prefork.end_zygote)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
         manifests, self._undone = _committed_steps(point)
         if point is not None:

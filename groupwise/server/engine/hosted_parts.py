@@ -114,7 +114,7 @@ class EngineParts:
             )
         layout = _layout(config, order.longest_prompt)
         build.expect_ranks(config)
-        self._scope.callback(prefork.give_up)
+        self._scope.callback(prefork.end_zygote)
         published = folder / PUBLISHED
         if isinstance(config, SftConfig):
             made = await build.start_supervised(config, layout, order.run, published)

@@ -147,7 +147,7 @@ class EngineModels:
             }
         ).config
         build.expect_ranks(config)
-        self._scope.callback(prefork.give_up)
+        self._scope.callback(prefork.end_zygote)
         longest = min(order.longest, prefork.prompt_room(config.model, 0))
         layout = placement.choose_layout(config, longest - 1)
         parts = await build.start_base(config, layout)

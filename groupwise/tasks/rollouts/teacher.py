@@ -15,14 +15,14 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import Example, Group, Rollout, Row, Segment, number_of
 from groupwise.engine.models.chat_masks import (
     Chat,
-    Masked,
+    MaskedRow,
     assistant_turns,
     mask_completion,
     mask_text,
     mask_turns,
     mask_whole_chat,
 )
-from groupwise.engine.models.chat_template import Refused
+from groupwise.engine.models.chat_template import TemplateRefused
 from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.data.sft import (
     Completion,
@@ -64,7 +64,7 @@ class Lesson:
     """An example and its training rows."""
 
     example: Example
-    rows: tuple[Masked, ...]
+    rows: tuple[MaskedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ def read_lessons(
         rows = format_rows(rows, way.formatting, text_field=way.text_field, where=what)
     lessons: list[Lesson] = []
     cut = dropped = 0
-    refused: dict[str, list[Refused]] = {}
+    refused: dict[str, list[TemplateRefused]] = {}
     for index, row in enumerate(rows):
         try:
             whole = _lesson(tokenizer, index, row, way, where)
-        except Refused as problem:
+        except TemplateRefused as problem:
             if way.strict:
                 raise
             refused.setdefault(str(problem.__cause__), []).append(problem)
@@ -148,7 +148,7 @@ def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
     return Group(draw, lesson.example, tuple(rollouts))
 
 
-def teacher_row(masked: Masked) -> Row:
+def teacher_row(masked: MaskedRow) -> Row:
     """The learner's row: from the first trained token to the last, with all tokens before it as the prompt."""
     start, end = _trained_span(masked)
     completion = masked.ids[start:end]
@@ -192,7 +192,7 @@ def _lesson(
         raise type(error)(f"{here}: {error.message}") from error
 
 
-def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
+def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[MaskedRow]:
     if isinstance(content, PlainText) and way.completion_only:
         raise TaskError(
             "data.completion_only_loss is true, but the row is one text, of which no part is a completion. Give rows of "
@@ -203,7 +203,7 @@ def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Mas
     if way.completion_only is False or isinstance(content, PlainText):
         return [_whole(tokenizer, content)]
     if isinstance(content, Completion):
-        return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
+        return [mask_completion(tokenizer, content.prompt, content.completion, train_prompt=False)]
     chat = _chat(tokenizer, content)
     begins = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
     turns = [turn for turn in assistant_turns(chat) if turn >= begins]
@@ -211,13 +211,13 @@ def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Mas
     return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
 
 
-def _whole(tokenizer: Any, content: Content) -> Masked:
+def _whole(tokenizer: Any, content: Content) -> MaskedRow:
     """Every token trained."""
     match content:
         case PlainText(text=text):
             return mask_text(tokenizer, text)
         case Completion(prompt=prompt, completion=completion):
-            return mask_completion(tokenizer, prompt, completion, whole=True)
+            return mask_completion(tokenizer, prompt, completion, train_prompt=True)
         case Conversation():
             return mask_whole_chat(tokenizer, _chat(tokenizer, content))
         case Tokens():
@@ -232,12 +232,12 @@ def _chat(tokenizer: Any, content: Conversation) -> Chat:
     return Chat(content.messages, content.tools, content.template_kwargs)
 
 
-def _of_tokens(tokens: Tokens) -> Masked:
+def _of_tokens(tokens: Tokens) -> MaskedRow:
     """A row of given tokens, whose end is not changed."""
-    return Masked(tokens.ids, tokens.mask, ends=1)
+    return MaskedRow(tokens.ids, tokens.mask, ends=1)
 
 
-def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
+def _check_tokens(masked: MaskedRow, way: TeacherWay, where: str) -> MaskedRow:
     """Checks token ids and masks. The first token is never trained, because there is no context to predict it from."""
     unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < way.vocabulary)
     if (place := next(unknown, None)) is not None:
@@ -253,7 +253,7 @@ def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
     return replace(masked, mask=(0, *masked.mask[1:]))
 
 
-def _fit_to_length(masked: Masked, way: TeacherWay) -> Masked | None:
+def _fit_to_length(masked: MaskedRow, way: TeacherWay) -> MaskedRow | None:
     """The row within the length limit; None if it is left out, or has no trained token left."""
     if len(masked.ids) <= way.max_length:
         return masked
@@ -269,12 +269,12 @@ def _fit_to_length(masked: Masked, way: TeacherWay) -> Masked | None:
 # --- rows and record -----------------------------------------------------------------------------
 
 
-def _trained_span(masked: Masked) -> tuple[int, int]:
+def _trained_span(masked: MaskedRow) -> tuple[int, int]:
     trained = [place for place, mark in enumerate(masked.mask) if mark]
     return trained[0], trained[-1] + 1
 
 
-def _rollout(tokenizer: Any, masked: Masked, draw: int, member: int) -> Rollout:
+def _rollout(tokenizer: Any, masked: MaskedRow, draw: int, member: int) -> Rollout:
     start, end = _trained_span(masked)
     pairs = zip(masked.ids[start:end], masked.mask[start:end], strict=True)
     segments = tuple(

@@ -111,7 +111,7 @@ class PushToHubRevision(Callback):
             return  # an earlier process has queued it
         target = self._target(run.step)
         location = WeightsLocation(target.repo_id, target.revision)
-        card = model_card(run.folder, checkpoint, run.step, place=location)
+        card = model_card(run.folder, checkpoint, run.step, location=location)
         # Drop the oldest entries if this one would be too many, but not the entry that is being uploaded.
         with self._lock:
             waiting = queue.waiting()

@@ -97,7 +97,7 @@ async def end(
             WeightsLocation(hub.repo_id, revision) if hub.repo_id else WeightsLocation(final.name)
         )
         step, results = summary["final_step"], results_of(summary)
-        card = model_card(run.folder.path, final, step, place=location, results=results)
+        card = model_card(run.folder.path, final, step, location=location, results=results)
         atomic_files.write_file(final / CARD, card.encode())
         summary = {**summary, **await _upload_final_weights(run, summary["policy"])}
     run.folder.summarise(state, summary)

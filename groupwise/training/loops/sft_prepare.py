@@ -14,7 +14,7 @@ from typing import Any
 from groupwise.core.errors import TaskError
 from groupwise.core.settings.view import View
 from groupwise.engine.distributed import prefork
-from groupwise.engine.models.chat_masks import Masked
+from groupwise.engine.models.chat_masks import MaskedRow
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.plan import ModelPlan, largest_microbatch, plan_model
 from groupwise.tasks.configured import find_task
@@ -266,7 +266,7 @@ def _prompt_key(lesson: Lesson) -> str:
     return prompt_key(prompt) if has_prompt else json.dumps([row.ids for row in lesson.rows])
 
 
-def render_row(tokenizer: Any, row: Masked) -> str:
+def render_row(tokenizer: Any, row: MaskedRow) -> str:
     """The row as text, with special tokens, and with ⟦ ⟧ around the trained parts."""
     pieces: list[str] = []
     start = 0

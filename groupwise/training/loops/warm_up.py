@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.engine.distributed.torchrun import read_launch
+from groupwise.engine.distributed.torchrun import read_torchrun_rank
 from groupwise.runs import checkpoints, find
 from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
@@ -85,7 +85,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
         )
     if dry_run:
         return WarmUpResult(None, plan_sft(prepared))
-    if read_launch() is not None:
+    if read_torchrun_rank() is not None:
         raise UsageError(
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
             "with the same config: it is found then."
@@ -117,7 +117,9 @@ def _free_name(loaded: LoadedSftConfig) -> str:
 
 
 def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    if read_launch() is not None:  # the processes of torchrun can serve only one run, the RL run
+    if (
+        read_torchrun_rank() is not None
+    ):  # the processes of torchrun can serve only one run, the RL run
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)

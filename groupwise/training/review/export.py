@@ -189,7 +189,7 @@ def _write_weights(
         weights.run,
         weights.folder,
         weights.step,
-        place=WeightsLocation(
+        location=WeightsLocation(
             output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
         ),
         results=results_of(summary) if is_final else {},
@@ -217,11 +217,11 @@ def _write_model(
 
     if is_adapter(weights.folder):
         files = write_merged(_base_model(weights), weights.folder, folder, dtype, keeping=min_kept)
-        if files.kept < MIN_KEPT_SHARE:
+        if files.kept_share < MIN_KEPT_SHARE:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
                 files.dtype,
-                100 * (1 - files.kept),
+                100 * (1 - files.kept_share),
             )
     else:
         write_whole(weights.folder, folder, dtype)

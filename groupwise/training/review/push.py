@@ -75,7 +75,7 @@ def _with_card_for(target: Target, run: Path, final: Path) -> Generator[Path]:
         target.repo_id, None if target.revision == "main" else target.revision
     )
     results = results_of(read_summary(run))
-    card = model_card(run, final, final_step(run), place=location, results=results)
+    card = model_card(run, final, final_step(run), location=location, results=results)
     with tempfile.TemporaryDirectory(dir=run, prefix=atomic_files.BUILDING) as folder:
         write_artefact(Path(folder), final, card, linked=True)
         yield Path(folder)

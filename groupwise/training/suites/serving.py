@@ -136,12 +136,12 @@ def _merged_weights(weights: Weights, target: Path) -> Path:
     base = weights.base()
     target.mkdir(parents=True)
     merge = write_merged(base, weights.folder, target)
-    if merge.kept < MIN_KEPT_SHARE:
+    if merge.kept_share < MIN_KEPT_SHARE:
         logger.warning(
             "in %s, %.0f %% of the adapter's change is lost in rounding, so the suites are asked of less than was learnt; serve {policy} "
             "beside its base, where the server can",
             merge.dtype,
-            100 * (1 - merge.kept),
+            100 * (1 - merge.kept_share),
         )
     has_own = any(next(weights.folder.glob(pattern), None) for pattern in TOKENIZER)
     tokenizer: Any = stored_tokenizer(weights.folder) if has_own else load_tokenizer(base)

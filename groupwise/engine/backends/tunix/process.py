@@ -109,18 +109,18 @@ class WorkerProcess:
             if self._ended is not None:
                 raise RunError(self._ended)
             self._pending[number] = future
-            self._send(Order(number=number, do=do))
+            self._send_order(Order(number=number, do=do))
 
         def withdraw_if_cancelled(done: Future[Any]) -> None:
             if done.cancelled():
                 with self._lock:
                     if self._pending.pop(number, None) is not None:
-                        self._send(Order(cancel=number))
+                        self._send_order(Order(cancel=number))
 
         future.add_done_callback(withdraw_if_cancelled)
         return future
 
-    def _send(self, order: Order) -> None:
+    def _send_order(self, order: Order) -> None:
         line = order.model_dump_json() + "\n"
         with suppress(OSError):  # the worker has ended; the reading thread handles that
             self._connection.sendall(line.encode())
@@ -153,7 +153,7 @@ class WorkerProcess:
         started.set_result(process)
         with suppress(OSError, ValueError):
             for line in self._lines:
-                self._take(Answer.model_validate_json(line))
+                self._handle_answer(Answer.model_validate_json(line))
         with suppress(subprocess.TimeoutExpired):
             process.wait(LAST_BREATH)
         how = how_it_ended(process.poll())
@@ -165,7 +165,7 @@ class WorkerProcess:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RunError(reason))
 
-    def _take(self, answer: Answer) -> None:
+    def _handle_answer(self, answer: Answer) -> None:
         with self._lock:
             future = self._pending.pop(answer.number, None)
         if future is None or not future.set_running_or_notify_cancel():
