@@ -114,7 +114,7 @@ class Door:
                 "This dashboard only shows. Its operator may start it with --allow-actions.",
             )
         if visitor.caller.role < role:
-            enough = "or ".join(f"{each.word} " for each in Role if each >= role).strip()
+            enough = "or ".join(f"{allowed.word} " for allowed in Role if allowed >= role).strip()
             raise Refusal(
                 "forbidden",
                 f"The key {visitor.caller.key_id} has the role {visitor.caller.role.word}; this needs {enough}.",

@@ -94,11 +94,11 @@ class Visit:
         given: dict[str, Any] = {}
         several = {
             name
-            for name, each in kind.model_fields.items()
-            if getattr(each.annotation, "__origin__", None) in (tuple, list)
+            for name, field in kind.model_fields.items()
+            if getattr(field.annotation, "__origin__", None) in (tuple, list)
         }
         for name in self.request.query_params:
-            values = [each for each in self.request.query_params.getlist(name) if each != ""]
+            values = [value for value in self.request.query_params.getlist(name) if value != ""]
             if values:
                 given[name] = values if name in several else values[-1]
         try:

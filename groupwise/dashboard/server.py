@@ -67,7 +67,7 @@ def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
             f"{counts.stale} groups were too old when a step could have taken them. A higher `staleness` keeps more of them, and fewer "
             "groups asked for at once waste fewer."
         )
-    waiting = sum(each.seconds >= LONG for each in activity.waiting)
+    waiting = sum(request.seconds >= LONG for request in activity.waiting)
     if waiting and counts.open and not counts.rewarded and not counts.planned:
         lines.append(
             f"{waiting} of those who ask wait for room, for {LONG:.0f} seconds and more, and {counts.open} of the groups wait for their "

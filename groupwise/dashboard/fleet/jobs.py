@@ -77,7 +77,7 @@ def jobs(visit: Visit) -> Page:
         "jobs": found[:PER_PAGE],
         "more": found[PER_PAGE - 1]["job_id"] if len(found) > PER_PAGE else None,
         "asked": query.model_dump(),
-        "statuses": [each.value for each in JobStatus],
+        "statuses": [status.value for status in JobStatus],
     }
     return Page("fleet_jobs.html", data, live=LIVE if query.older_than is None else "")
 
@@ -87,7 +87,7 @@ def job(visit: Visit) -> Page:
     query, name = visit.query(Log), visit.path_part("job")
     found = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
     attempts = found["attempts"]
-    expect_one(name, query.epoch, [each["epoch"] for each in attempts])
+    expect_one(name, query.epoch, [attempt["epoch"] for attempt in attempts])
     part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=query.epoch, tail=TAIL))
     if query.epoch not in (None, part.epoch):  # it wrote nothing; the next log is of another
         part = LogPart(b"", query.epoch, 0, part.ended)
@@ -162,9 +162,9 @@ def names(attempts: Sequence[Document]) -> dict[int, str]:
     7)`.
     """
     called: dict[int, str] = {}
-    for each in attempts:
-        generation = f" of generation {each['generation']}" if each["generation"] else ""
-        called[each["epoch"]] = f"{each['number']}{generation}"
+    for attempt in attempts:
+        generation = f" of generation {attempt['generation']}" if attempt["generation"] else ""
+        called[attempt["epoch"]] = f"{attempt['number']}{generation}"
     often = Counter(called.values())
     return {epoch: n if often[n] == 1 else f"{n} (epoch {epoch})" for epoch, n in called.items()}
 
@@ -172,7 +172,7 @@ def names(attempts: Sequence[Document]) -> dict[int, str]:
 def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
     """Raise RunNotFoundError if the job does not have the requested attempt; `epoch` None means that none was requested."""
     if epoch is not None and epoch not in epochs:
-        there = ", ".join(str(each) for each in epochs) or "none yet"
+        there = ", ".join(str(number) for number in epochs) or "none yet"
         raise RunNotFoundError(
             f"Job {job_id} has no attempt with epoch {epoch}. There are: {there}."
         )
@@ -185,24 +185,25 @@ def describe_job(job: Document) -> Document:
     called = names(job["attempts"])
     attempts = [
         {
-            **each,
-            "name": called[each["epoch"]],
-            "times": moments(each["created_at"], each["ended_at"]),
-            "facts": facts(each["evidence"] or {}),
+            **attempt,
+            "name": called[attempt["epoch"]],
+            "times": moments(attempt["created_at"], attempt["ended_at"]),
+            "facts": facts(attempt["evidence"] or {}),
         }
-        for each in job["attempts"]
+        for attempt in job["attempts"]
     ]
     # the API of an earlier version returns none
     checkpoints = [
-        {**each, "name": called.get(each["epoch"], "")} for each in job.get("checkpoints") or ()
+        {**checkpoint, "name": called.get(checkpoint["epoch"], "")}
+        for checkpoint in job.get("checkpoints") or ()
     ]
     events: list[Document] = []
-    for each in job["events"]:
+    for event in job["events"]:
         # Changed facts, as `queued → held`, followed by the other details.
-        before = dict(facts(each["before"] or {}))
-        after = [*facts(each["after"] or {}), *facts(each["detail"] or {})]
+        before = dict(facts(event["before"] or {}))
+        after = [*facts(event["after"] or {}), *facts(event["detail"] or {})]
         changed = [(n, f"{before[n]} → {v}" if before.get(n, v) != v else v) for n, v in after]
-        events.append({**each, "facts": changed})
+        events.append({**event, "facts": changed})
     return {**job, "attempts": attempts, "checkpoints": checkpoints, "events": events}
 
 
@@ -212,14 +213,14 @@ def facts(value: Any, *names: str) -> list[Fact]:
         return []
     if len(names) < DEEPEST and isinstance(value, Mapping):
         inside = cast("Mapping[str, Any]", value).items()
-        return [fact for name, each in inside for fact in facts(each, *names, name)]
+        return [fact for name, inner in inside for fact in facts(inner, *names, name)]
     records = cast("list[Any]", value) if isinstance(value, list) else []
-    if len(names) < DEEPEST and records and all(isinstance(each, Mapping) for each in records):
+    if len(names) < DEEPEST and records and all(isinstance(record, Mapping) for record in records):
         numbers = [] if len(records) == 1 else [str(n) for n in range(len(records))]
         return [
             fact
-            for n, each in enumerate(records)
-            for fact in facts(each, *names, *numbers[n : n + 1])
+            for n, record in enumerate(records)
+            for fact in facts(record, *names, *numbers[n : n + 1])
         ]
     if isinstance(value, bool):
         text = "yes" if value else "no"
@@ -234,8 +235,8 @@ def moments(*times: float | None) -> list[str]:
     """Times for readers, from seconds since 1970. If all are on the same date in the same zone, only the first shows these. None
     values are left out.
     """
-    texts = [moment(each) for each in times if each is not None]
-    parts = [each.split(" ", 2) for each in texts]
+    texts = [moment(time) for time in times if time is not None]
+    parts = [label.split(" ", 2) for label in texts]
     one_day = len({(day, zone) for day, _, zone in parts}) == 1
     return [*texts[:1], *([clock for _, clock, _ in parts[1:]] if one_day else texts[1:])]
 
@@ -244,8 +245,8 @@ def span(attempts: list[Document], now: float) -> list[float]:
     """Start of the first attempt and end of the last one (or now), in seconds since 1970; empty if there are no attempts."""
     if not attempts:
         return []
-    begin = min(each["created_at"] for each in attempts)
-    return [begin, max(begin, *(each["ended_at"] or now for each in attempts))]
+    begin = min(attempt["created_at"] for attempt in attempts)
+    return [begin, max(begin, *(attempt["ended_at"] or now for attempt in attempts))]
 
 
 def axis(attempts: list[Document], now: float) -> list[str]:
@@ -262,20 +263,20 @@ def timeline(attempts: list[Document], now: float) -> list[Document]:
     scale = WIDTH / max(end - begin, 1e-9)
     called = names(attempts)
 
-    def bar(each: Document) -> Document:
-        ended = each["ended_at"] or now
-        runs = each["running_at"] or ended
+    def bar(attempt: Document) -> Document:
+        ended = attempt["ended_at"] or now
+        runs = attempt["running_at"] or ended
         return {
-            "name": called[each["epoch"]],
-            "outcome": each["outcome"] or each["state"],
-            "x": (each["created_at"] - begin) * scale,
-            "waits": max(1.0, (runs - each["created_at"]) * scale),
+            "name": called[attempt["epoch"]],
+            "outcome": attempt["outcome"] or attempt["state"],
+            "x": (attempt["created_at"] - begin) * scale,
+            "waits": max(1.0, (runs - attempt["created_at"]) * scale),
             "runs_at": (runs - begin) * scale,
             "runs": max(1.0, (ended - runs) * scale),
-            "seconds": ended - each["created_at"],
+            "seconds": ended - attempt["created_at"],
         }
 
-    return [bar(each) for each in attempts]
+    return [bar(attempt) for attempt in attempts]
 
 
 ROUTES = (

@@ -33,7 +33,7 @@ ACTIONS: Mapping[str, Action] = {
     "undrain": Action("let jobs start there again", lambda fleet, vm, _: fleet.undrain(vm), (DRAINING,)),
 }  # fmt: skip
 """Actions on a machine; a cordoned machine, too, may be draining or not."""
-NOT_RUNNING = tuple(each.value for each in JobStatus if each != JobStatus.RUNNING)
+NOT_RUNNING = tuple(status.value for status in JobStatus if status != JobStatus.RUNNING)
 MOST_RUNNING, MOST_OTHERS = 50, 20
 """Most jobs of a machine that its page shows: running ones, and others."""
 
@@ -50,12 +50,14 @@ def fleet_of(visit: Visit) -> WatchedFleet:
 def fleet(visit: Visit) -> Page:
     """The first page of a fleet."""
     found = fleet_of(visit)
-    machines = [describe_machine(each) for each in found.machines()]
+    machines = [describe_machine(machine) for machine in found.machines()]
     data: dict[str, Any] = {
         "status": found.status(),
         "machines": machines,
-        "slots": sum(len(each["slots_held"]) + each["slots_free"] for each in machines),
-        "slots_free": sum(each["slots_free"] for each in machines if each["state"] == "ok"),
+        "slots": sum(len(machine["slots_held"]) + machine["slots_free"] for machine in machines),
+        "slots_free": sum(
+            machine["slots_free"] for machine in machines if machine["state"] == "ok"
+        ),
         "jobs": found.newest(),
     }
     return Page("fleet.html", data, live=LIVE)

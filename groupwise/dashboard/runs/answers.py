@@ -119,12 +119,12 @@ def compare(visit: Visit) -> Page:
         here = paginate(in_order(pairs, query.order), query.page, PER_PAGE)
         shown_pairs = [
             {
-                "prompt": each.prompt,
-                "difference": each.difference,
-                "a": _answers(each.a, each.score_a, store_a),
-                "b": _answers(each.b, each.score_b, store_b),
+                "prompt": pair.prompt,
+                "difference": pair.difference,
+                "a": _answers(pair.a, pair.score_a, store_a),
+                "b": _answers(pair.b, pair.score_b, store_b),
             }
-            for each in here.rows
+            for pair in here.rows
         ]
         tasks = store_a.tasks(MOST_TASKS + 1)
     data: dict[str, Any] = {
@@ -162,13 +162,13 @@ def matches(
     seen_a: set[Key] = set()
     seen_b: set[Key] = set()
     for key in (_sort_key, _text):
-        of_b = _firsts([each for each in b if _sort_key(each) not in seen_b], key)
-        left = [each for each in a if _sort_key(each) not in seen_a]
-        pairs = [(each, of_b[name]) for name, each in _firsts(left, key).items() if name in of_b]
-        seen_a |= {_sort_key(each) for each, _ in pairs}
-        seen_b |= {_sort_key(each) for _, each in pairs}
+        of_b = _firsts([group for group in b if _sort_key(group) not in seen_b], key)
+        left = [group for group in a if _sort_key(group) not in seen_a]
+        pairs = [(group, of_b[name]) for name, group in _firsts(left, key).items() if name in of_b]
+        seen_a |= {_sort_key(group) for group, _ in pairs}
+        seen_b |= {_sort_key(group) for _, group in pairs}
         found += pairs
-    places = {each.draw: place for place, each in enumerate(a)}
+    places = {group.draw: place for place, group in enumerate(a)}
     return sorted(found, key=lambda pair: places[pair[0].draw])
 
 
@@ -184,30 +184,30 @@ def _firsts(
     groups: Sequence[GroupAsked], key: Callable[[GroupAsked], Key]
 ) -> dict[Key, GroupAsked]:
     found: dict[Key, GroupAsked] = {}
-    for each in groups:
-        found.setdefault(key(each), each)
+    for group in groups:
+        found.setdefault(key(group), group)
     return found
 
 
 def in_order(pairs: Sequence[Pair], order: str) -> list[Pair]:
     """Sort pairs; `better` and `worse` keep only pairs in which B is better or worse. Pairs that cannot be compared come last."""
-    known = [(each, by) for each in pairs if (by := each.difference) is not None]
+    known = [(pair, by) for pair in pairs if (by := pair.difference) is not None]
     if order == "better":
-        return [each for each, by in sorted(known, key=lambda pair: -pair[1]) if by > 0]
+        return [pair for pair, by in sorted(known, key=lambda entry: -entry[1]) if by > 0]
     if order == "worse":
-        return [each for each, by in sorted(known, key=lambda pair: pair[1]) if by < 0]
-    changed = [each for each, _ in sorted(known, key=lambda pair: -abs(pair[1]))]
-    return changed + [each for each in pairs if each.difference is None]
+        return [pair for pair, by in sorted(known, key=lambda entry: entry[1]) if by < 0]
+    changed = [pair for pair, _ in sorted(known, key=lambda entry: -abs(entry[1]))]
+    return changed + [pair for pair in pairs if pair.difference is None]
 
 
 def summary_of(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Summary over all prompts that both have answered."""
-    compared = [(each, by) for each in pairs if (by := each.difference) is not None]
+    compared = [(pair, by) for pair in pairs if (by := pair.difference) is not None]
     return {
         "prompts": len(pairs),
         "compared": len(compared),
-        "mean_a": _mean([each.score_a.mean or 0.0 for each, _ in compared]),
-        "mean_b": _mean([each.score_b.mean or 0.0 for each, _ in compared]),
+        "mean_a": _mean([pair.score_a.mean or 0.0 for pair, _ in compared]),
+        "mean_b": _mean([pair.score_b.mean or 0.0 for pair, _ in compared]),
         "better": sum(by > 0 for _, by in compared),
         "worse": sum(by < 0 for _, by in compared),
         "equal": sum(by == 0 for _, by in compared),
@@ -220,13 +220,13 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _answers(group: GroupAsked, score: GroupScore, store: Store) -> dict[str, Any]:
     members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS), LISTED)
-    members = sorted(members, key=lambda each: (each.reward is None, -(each.reward or 0.0)))
+    members = sorted(members, key=lambda member: (member.reward is None, -(member.reward or 0.0)))
     return {
         "draw": group.draw,
         "step": group.step,
         "example": group.example,
         **asdict(score),
-        "members": [asdict(each) for each in members],
+        "members": [asdict(row) for row in members],
     }
 
 

@@ -39,7 +39,7 @@ def files_of(folder: Path) -> list[Path]:
     """All files below a folder, sorted; files outside of it that a link points to are left out."""
     root = folder.resolve()
     return sorted(
-        each for each in folder.rglob("*") if each.is_file() and each.resolve().is_relative_to(root)
+        path for path in folder.rglob("*") if path.is_file() and path.resolve().is_relative_to(root)
     )
 
 

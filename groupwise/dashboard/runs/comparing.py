@@ -64,20 +64,20 @@ def compare(visit: Visit) -> Page:
         raise UsageError(
             f"None of these runs has a metric {query.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
         )
-    usual = [each for each in USUAL if each in metrics] or metrics[:1]
+    usual = [metric for metric in USUAL if metric in metrics] or metrics[:1]
     data: dict[str, Any] = {
         "names": names,
         "runs": {
             name: {
-                "state": each.info.state,
-                "steps": each.info.steps,
-                "metric": each.metric,
-                "first": each.ends[0],
-                "last": each.ends[1],
-                "model": each.info.model,
-                "task": each.info.task,
+                "state": run.info.state,
+                "steps": run.info.steps,
+                "metric": run.metric,
+                "first": run.ends[0],
+                "last": run.ends[1],
+                "model": run.info.model,
+                "task": run.info.task,
             }
-            for name, each in there.items()
+            for name, run in there.items()
         },
         "metric": query.metric,
         "shown": [query.metric] if query.metric else usual,
@@ -90,8 +90,8 @@ def compare(visit: Visit) -> Page:
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that are not the same in all runs: dotted key -> the value in each run, in their order."""
     flat = {name: flatten(config) for name, config in configs.items()}
-    keys = sorted({key for each in flat.values() for key in each} - PLACES)
-    rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
+    keys = sorted({key for values in flat.values() for key in values} - PLACES)
+    rows = {key: [values.get(key, "") for values in flat.values()] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 

@@ -151,7 +151,9 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     )
     says = "Share of held-out prompts that at least one of k answers solves."
     found += [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
-    plotted = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
+    plotted = {
+        metric for plot in found for line in plot.lines for metric in (line.metric, line.spread)
+    }
     for name in names:
         if name not in plotted and name not in _LEFT_OUT:
             section = _SECTION_OF.get(name.partition("/")[0], "More")
@@ -159,7 +161,7 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
                 Plot(name, (PlottedMetric(name, harmless(name.rpartition("/")[2])),), "", section)
             )
     sections = {
-        section: [each for each in found if each.section == section] for section in SECTIONS
+        section: [plot for plot in found if plot.section == section] for section in SECTIONS
     }
     return {section: plots for section, plots in sections.items() if plots}
 
@@ -198,7 +200,7 @@ def curves(visit: Visit) -> Response:
         )
     found = {run: _curves_of(visit, run, query) for run in query.run}
     answer = {
-        key: {run: each[key] for run, each in found.items() if key in each}
+        key: {run: curve[key] for run, curve in found.items() if key in curve}
         for key in ("runs", "totals", "times")
     }
     return JSONResponse(without_nan(answer))
@@ -230,10 +232,10 @@ def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
             else:
                 curves[name] = _columns(store.thinned_curve(name, query.columns, within))
             if query.times and points is not None:
-                curves[name]["time"] = [each.mean for each in when_evaluated(points)]
+                curves[name]["time"] = [bucket.mean for bucket in when_evaluated(points)]
             elif query.times:
                 times = store.thinned_times(query.columns, within, name)
-                curves[name]["time"] = [each.mean for each in times]
+                curves[name]["time"] = [bucket.mean for bucket in times]
         found: dict[str, Any] = {"runs": curves}
         if query.total:
             found["totals"] = _columns(store.thinned_sum(query.total, query.columns, within))
@@ -248,7 +250,7 @@ def _within(store: Store, query: CurvesQuery, evaluated: Collection[int]) -> Wit
     """The range of steps that is common to all curves of a run, which gives them the same columns. `evaluated`: the steps of its
     evaluations.
     """
-    ranges = [each for each in (store.range_of([*query.name, *query.total]),) if each]
+    ranges = [bounds for bounds in (store.range_of([*query.name, *query.total]),) if bounds]
     ranges += [(min(evaluated), max(evaluated))] if evaluated else []
     if not ranges:
         return None

@@ -74,10 +74,10 @@ def evaluations(visit: Visit) -> Page:
     path = visit.place.run(visit.path_part("run"))
     with Store.open(path / RECORD, readonly=True) as store:
         found = evaluations_of(path, store, intervals=WITH_INTERVALS)
-    names = _columns(name for each in found for name in each.metrics)
+    names = _columns(name for evaluation in found for name in evaluation.metrics)
     data = {
         **head_of(visit, path),
-        "evaluations": [asdict(each) for each in found],
+        "evaluations": [asdict(evaluation) for evaluation in found],
         "names": names,
         "pass_at": pass_curves(found),
     }
@@ -95,9 +95,7 @@ class Listing(Query):
 def every_evaluation(visit: Visit) -> Page:
     """Evaluations of all runs, newest run first, and on the first page also those outside runs: to compare any two."""
     query, known = visit.query(Listing), visit.place.runs.all_runs()
-    runs = [
-        each.info.path for each in known.runs if not each.info.broken and has_words(each, query.q)
-    ]
+    runs = [run.info.path for run in known.runs if not run.info.broken and has_words(run, query.q)]
     here = paginate(runs, query.page, RUNS)
     found: list[tuple[str, Evaluated]] = []
     for path in here.rows:
@@ -106,13 +104,20 @@ def every_evaluation(visit: Visit) -> Page:
             own = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
             # newest first, those without a step last
             own.sort(
-                key=lambda each: (each.step is not None, each.step or 0, each.at), reverse=True
+                key=lambda evaluation: (
+                    evaluation.step is not None,
+                    evaluation.step or 0,
+                    evaluation.at,
+                ),
+                reverse=True,
             )
-            found += [(path.name, each) for each in own[:MOST_OF_EACH]]
+            found += [(path.name, evaluation) for evaluation in own[:MOST_OF_EACH]]
     if here.page == 1:
         there = evaluations_beside(visit.place.runs.folder)
         found += [
-            ("", each) for each in there if are_in(query.q, (each.policy, each.name, each.file))
+            ("", evaluation)
+            for evaluation in there
+            if are_in(query.q, (evaluation.policy, evaluation.name, evaluation.file))
         ]
     data = {
         "asked": query.model_dump(),
@@ -120,8 +125,10 @@ def every_evaluation(visit: Visit) -> Page:
         "page": here.page,
         "pages": here.pages,
         "unread": known.unread,
-        "evaluations": [{"run": run, **asdict(each)} for run, each in found],
-        "names": _columns(name for _, each in found for name in each.metrics)[:MOST_METRICS],
+        "evaluations": [{"run": run, **asdict(evaluation)} for run, evaluation in found],
+        "names": _columns(name for _, evaluation in found for name in evaluation.metrics)[
+            :MOST_METRICS
+        ],
     }
     return Page("evaluations_all.html", data, live="/live")
 
@@ -140,19 +147,21 @@ def _columns(names: Iterable[str]) -> list[str]:
 def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
     """pass@k over k for the newest evaluations that have it for several k, with its interval if known."""
     curves: list[dict[str, Any]] = []
-    for each in found:
-        metrics_by_k = by_k(each.metrics)
+    for evaluation in found:
+        metrics_by_k = by_k(evaluation.metrics)
         if len(metrics_by_k) < 2:
             continue
-        label = each.name if each.file is None else f"{each.name} ({each.file})"
-        if each.step is not None:
-            label += f" after {each.step} steps"
-        bounds = [each.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
+        label = (
+            evaluation.name if evaluation.file is None else f"{evaluation.name} ({evaluation.file})"
+        )
+        if evaluation.step is not None:
+            label += f" after {evaluation.step} steps"
+        bounds = [evaluation.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
         curves.append(
             {
                 "label": line(label),
                 "k": list(metrics_by_k),
-                "y": [each.metrics[name] for name in metrics_by_k.values()],
+                "y": [evaluation.metrics[name] for name in metrics_by_k.values()],
                 "low": [low for low, _ in bounds],
                 "high": [high for _, high in bounds],
             }
@@ -179,13 +188,16 @@ def compare(visit: Visit) -> Page:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
     found: Comparison = compare_sides(side(visit, query.a), side(visit, query.b))
     # pass@k over k of both, if both measured several k
-    metrics = {each.name: each for each in found.metrics}
+    metrics = {metric.name: metric for metric in found.metrics}
     metrics_by_k = by_k(metrics)
     both = [metrics[name] for name in metrics_by_k.values()] if len(metrics_by_k) >= 2 else []
     unknown = [None] * len(both)
     pass_at = [
         {"label": side, "k": list(metrics_by_k), "y": values, "low": unknown, "high": unknown}
-        for side, values in (("A", [each.a for each in both]), ("B", [each.b for each in both]))
+        for side, values in (
+            ("A", [metric.a for metric in both]),
+            ("B", [metric.b for metric in both]),
+        )
         if both
     ]
     here = paginate(found.changed, query.page, PER_PAGE)
@@ -196,10 +208,10 @@ def compare(visit: Visit) -> Page:
         "prompts": found.prompts,
         "only_a": found.only_a,
         "only_b": found.only_b,
-        "metrics": [asdict(each) for each in found.metrics],
+        "metrics": [asdict(metric) for metric in found.metrics],
         "pass_at": without_nan(pass_at),
         "notes": list(found.notes),
-        "changed": [asdict(each) for each in here.rows],
+        "changed": [asdict(row) for row in here.rows],
         "all_changed": len(found.changed),
         "page": here.page,
         "pages": here.pages,
@@ -239,9 +251,9 @@ def answers(visit: Visit) -> Page:
         # Success is not recorded, so answers with the highest reward of all count as successful.
         best = max(_rewards(found.rows), default=math.inf)
     prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(found.rows).values()]
-    counts = Counter(each["solved"] for each in prompts)
-    chosen = [each for each in prompts if query.show in ("all", each["solved"])]
-    chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
+    counts = Counter(prompt["solved"] for prompt in prompts)
+    chosen = [prompt for prompt in prompts if query.show in ("all", prompt["solved"])]
+    chosen.sort(key=lambda prompt: (prompt["mean"] is not None, prompt["mean"] or 0.0))
     here = paginate(chosen, query.page, PER_PAGE)
     data = {
         "asked": query.model_dump(),
@@ -266,7 +278,7 @@ def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, A
     """A prompt with its answers. `best`: the reward at which an answer counts as successful; None if `success` is recorded."""
     rewards = _rewards(rows)
     judged = [row.get("success") if best is None else row["reward"] == best for row in rows]
-    known = [bool(each) for each in judged if each is not None]
+    known = [bool(verdict) for verdict in judged if verdict is not None]
     solved = "never" if not any(known) else "always" if all(known) else "sometimes"
     return {
         "prompt": rows[0]["prompt"],

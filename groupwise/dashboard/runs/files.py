@@ -31,19 +31,21 @@ def weights(visit: Visit) -> Page:
     folder = _folder(path, visit.path_part("where"))
     try:
         files = [
-            (each.relative_to(folder).as_posix(), each.stat().st_size) for each in files_of(folder)
+            (file.relative_to(folder).as_posix(), file.stat().st_size) for file in files_of(folder)
         ]
     except OSError:
         raise RunNotFoundError(f"{folder.name} was removed a moment ago.") from None
     final = folder.name == FINAL
     step = final_step(path) if final else int(folder.name.removeprefix("step-"))
     with Store.open(path / RECORD, readonly=True) as store:
-        evaluations = [each for each in evaluations_of(path, store) if each.step == step]
+        evaluations = [
+            evaluation for evaluation in evaluations_of(path, store) if evaluation.step == step
+        ]
     data = {
         **head_of(visit, path),
         "where": visit.path_part("where"),
         "step": step,
-        "evaluations": [asdict(each) for each in evaluations],
+        "evaluations": [asdict(evaluation) for evaluation in evaluations],
         "files": [{"name": name, "bytes": size} for name, size in files],
     }
     return Page("weights.html", data)
@@ -62,9 +64,9 @@ def file(visit: Visit) -> Response:
     """One of them."""
     folder = _folder(visit.place.run(visit.path_part("run")), visit.path_part("where"))
     name = visit.path_part("file")
-    for each in files_of(folder):
-        if each.relative_to(folder).as_posix() == name:
-            return FileResponse(each, media_type="application/octet-stream", filename=each.name)
+    for path in files_of(folder):
+        if path.relative_to(folder).as_posix() == name:
+            return FileResponse(path, media_type="application/octet-stream", filename=path.name)
     raise RunNotFoundError(f"{folder.name} has no file {name[:100]!r}.")
 
 
@@ -113,7 +115,8 @@ def _folder(run: Path, where: str) -> Path:
 def _header_safe(name: str) -> str:
     """The name with characters that are unsafe in a header replaced."""
     return "".join(
-        each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name
+        character if character.isascii() and (character.isalnum() or character in "-_.") else "_"
+        for character in name
     )
 
 

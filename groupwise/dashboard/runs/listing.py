@@ -35,43 +35,43 @@ def runs(visit: Visit) -> Page:
     """The list."""
     query, known = visit.query(RunsQuery), visit.place.runs.all_runs()
     matching = [
-        each
-        for each in known.runs
-        if query.state in ("", each.info.state or "broken") and has_words(each, query.q)
+        run
+        for run in known.runs
+        if query.state in ("", run.info.state or "broken") and has_words(run, query.q)
     ]
     if query.sort == "changed":
-        matching.sort(key=lambda each: -each.written)
+        matching.sort(key=lambda run: -run.written)
     elif query.sort == "name":
-        matching.sort(key=lambda each: each.info.name.casefold())
+        matching.sort(key=lambda run: run.info.name.casefold())
     elif query.sort == "reward":
         matching.sort(
-            key=lambda each: (each.info.reward_last is None, -(each.info.reward_last or 0.0))
+            key=lambda run: (run.info.reward_last is None, -(run.info.reward_last or 0.0))
         )
     here = paginate(matching, query.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
         "runs": [
             {
-                "name": each.info.name,
-                "state": each.info.state or "broken",
-                "broken": each.info.broken,
-                "steps": each.info.steps,
-                "max_steps": each.info.max_steps,
-                "metric": each.metric,
-                "first": each.ends[0],
-                "last": each.ends[1],
-                "curve": each.curve,
-                "started": each.info.started,
-                "written": each.written,
-                "model": each.info.model,
-                "task": each.info.task,
+                "name": run.info.name,
+                "state": run.info.state or "broken",
+                "broken": run.info.broken,
+                "steps": run.info.steps,
+                "max_steps": run.info.max_steps,
+                "metric": run.metric,
+                "first": run.ends[0],
+                "last": run.ends[1],
+                "curve": run.curve,
+                "started": run.info.started,
+                "written": run.written,
+                "model": run.info.model,
+                "task": run.info.task,
             }
-            for each in here.rows
+            for run in here.rows
         ],
         "all": len(known.runs),
         "matching": len(matching),
         "unread": known.unread,
-        "states": dict(Counter(each.info.state or "broken" for each in known.runs)),
+        "states": dict(Counter(run.info.state or "broken" for run in known.runs)),
         "asked": query.model_dump(),
         "page": here.page,
         "pages": here.pages,

@@ -46,12 +46,12 @@ def run(visit: Visit) -> Page:
                 for section, plots in plots_of(names).items()
             },
             "advice": advice_on(store),
-            "warnings": [asdict(each) for each in warnings[-MOST_WARNINGS:]],
+            "warnings": [asdict(warning) for warning in warnings[-MOST_WARNINGS:]],
             "all_warnings": len(warnings),
-            "failures": [asdict(each) for each in store.failures(newest=NEWEST_FAILURES)],
+            "failures": [asdict(failure) for failure in store.failures(newest=NEWEST_FAILURES)],
             "newest_failures": NEWEST_FAILURES,
-            "evaluations": [asdict(each) for each in evaluations_of(path, store)],
-            "resumes": [asdict(each) for each in store.resumes()],
+            "evaluations": [asdict(evaluation) for evaluation in evaluations_of(path, store)],
+            "resumes": [asdict(resume) for resume in store.resumes()],
             "error": meta.get("error"),
             "warm_up": meta.get(WARM_UP),
             "left_seconds": _seconds_left(store, listed.info),
@@ -121,9 +121,9 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
     with suppress(GroupwiseError, FileNotFoundError):  # it may be pruned meanwhile
         found = checkpoints.complete(path / CHECKPOINTS)
         whole = [
-            {"step": each.step, "bytes": size, "damaged": None}
-            for each in found
-            if (size := _bytes_of(each.path)) is not None
+            {"step": checkpoint.step, "bytes": size, "damaged": None}
+            for checkpoint in found
+            if (size := _bytes_of(checkpoint.path)) is not None
         ]
         damaged = [
             {"step": None, "bytes": None, "damaged": str(skipped)}

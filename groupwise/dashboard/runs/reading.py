@@ -109,7 +109,7 @@ def rollouts(visit: Visit) -> Page:
         found = store.rollouts(query.wanted, LISTED)
         data: dict[str, Any] = {
             **head_of(visit, path),
-            "rollouts": [asdict(each) for each in found[:PER_PAGE]],
+            "rollouts": [asdict(rollout) for rollout in found[:PER_PAGE]],
             "more": len(found) > PER_PAGE and query.page < MOST_PAGES,
             "asked": query.model_dump(),
             "part_names": store.part_names(),
@@ -142,7 +142,7 @@ def group(visit: Visit) -> Page:
         "columns": columns,
         "origin": origin,
         "again": again,
-        "members": [asdict(each) for each in found[:MOST_SHOWN]],
+        "members": [asdict(member) for member in found[:MOST_SHOWN]],
         "more": len(found) > MOST_SHOWN,
     }
     return Page("group.html", data)
@@ -178,7 +178,7 @@ def example(visit: Visit) -> Page:
             "step": members[0].step,
             "mean": scores[draw].mean if draw in scores else None,
             "best": scores[draw].best if draw in scores else None,
-            "members": [asdict(each) for each in members[:MOST_MEMBERS]],
+            "members": [asdict(member) for member in members[:MOST_MEMBERS]],
             "more": len(members) > MOST_MEMBERS,
         }
         for draw, members in found.items()
@@ -186,8 +186,8 @@ def example(visit: Visit) -> Page:
     ]
     if len(steps) > MOST_STEPS:  # an even selection, with the first and the last
         last = len(steps) - 1
-        steps = [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
-    known = (each.info for each in visit.place.runs.all_runs().runs)
+        steps = [steps[round(n * last / (MOST_STEPS - 1))] for n in range(MOST_STEPS)]
+    known = (run.info for run in visit.place.runs.all_runs().runs)
     others = [info.name for info in known if not info.broken and info.name != path.name]
     data = {
         **head_of(visit, path),
@@ -214,17 +214,17 @@ def rollout(visit: Visit) -> Page:
         if draw is not None:
             views = store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
         whole = None if draw is None else store.group(draw)
-    place = next((at for at, each in enumerate(views) if is_it(each)), None)
+    place = next((at for at, rollout in enumerate(views) if is_it(rollout)), None)
     if place is None or whole is None:
         raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
     view = views[place]
-    members = {(each.member, each.attempt): each for each in whole.rollouts}
+    members = {(rollout.member, rollout.attempt): rollout for rollout in whole.rollouts}
     found = members.get((view.member, view.attempt))
     if found is None:
         raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
     prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
     # One page of the sampled tokens; none if they were not kept.
-    count = sum(len(each.token_ids) for each in found.segments)
+    count = sum(len(segment.token_ids) for segment in found.segments)
     pages = max(1, -(-count // TOKENS))
     if page > pages:
         raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
@@ -242,7 +242,7 @@ def rollout(visit: Visit) -> Page:
         "pages": pages,
         "version": found.segments[0].policy_version if found.segments else None,
         "finish": found.segments[-1].finish_reason if found.segments else None,
-        "seeds": [each.seed for each in found.segments if each.seed is not None],
+        "seeds": [segment.seed for segment in found.segments if segment.seed is not None],
         "without_ratios": without_ratios(found, whole),
         "before": asdict(views[place - 1]) if place else None,
         "after": asdict(views[place + 1]) if place + 1 < len(views) else None,
@@ -257,7 +257,7 @@ def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[Rollou
     A resumed run repeats draws; ids are row ids, which may change then.
     """
     if match := ADDRESS.fullmatch(name):
-        draw, member, attempt = (int(each or 0) for each in match.groups())
+        draw, member, attempt = (int(text or 0) for text in match.groups())
         return draw, lambda view: (view.member, view.attempt) == (member, attempt)
     number = _number_of(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number

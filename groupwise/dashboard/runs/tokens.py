@@ -53,7 +53,7 @@ class Ids:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """See `Reads.pieces`."""
-        return [f"⟨{each}⟩" for each in ids]
+        return [f"⟨{token}⟩" for token in ids]
 
 
 class ByFile:
@@ -68,13 +68,13 @@ class ByFile:
         """
         stream = self._stream(skip_special_tokens=False)
         pieces: list[str | None] = []
-        for each in map(int, ids):
+        for token in map(int, ids):
             try:
-                piece = stream.step(self._tokenizer, each)
+                piece = stream.step(self._tokenizer, token)
             except Exception:  # noqa: BLE001 — the library raises plain Exception for bytes that form no character
-                stream, piece = self._stream(skip_special_tokens=False), f"⟨{each}⟩"
-            unknown = not piece and self._tokenizer.id_to_token(each) is None
-            pieces.append(f"⟨{each}⟩" if unknown else piece)
+                stream, piece = self._stream(skip_special_tokens=False), f"⟨{token}⟩"
+            unknown = not piece and self._tokenizer.id_to_token(token) is None
+            pieces.append(f"⟨{token}⟩" if unknown else piece)
         if pieces and pieces[-1] is None:
             pieces[-1] = "\ufffd"  # the start of a character that was cut off
         return [(piece or "")[:LONGEST] for piece in pieces]
@@ -207,7 +207,7 @@ def without_ratios(rollout: Rollout, group: Group) -> str | None:
         return None
     if rollout.advantage is None:
         return "no step has learnt from it"
-    if not any(each.advantage for each in group.rollouts):
+    if not any(rollout.advantage for rollout in group.rollouts):
         return "no rollout of its group had an advantage, so that the learner did not compute them"
     return (
         "what this run's learner said of them was not kept, because an earlier version of Groupwise wrote the record, or runs on the "

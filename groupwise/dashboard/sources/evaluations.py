@@ -66,37 +66,37 @@ def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evalu
     recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
     begin = len(recorded) - intervals
     found: list[Evaluated] = []
-    for place, each in enumerate(recorded):
-        with_rows = (each.step, each.name, each.policy) in whole
-        losses = LOSS in each.metrics or EVAL_LOSS in each.metrics
+    for place, evaluation in enumerate(recorded):
+        with_rows = (evaluation.step, evaluation.name, evaluation.policy) in whole
+        losses = LOSS in evaluation.metrics or EVAL_LOSS in evaluation.metrics
         found.append(
             Evaluated(
-                each.step,
-                each.name,
-                each.policy,
-                dict(each.metrics),
-                _intervals(store, each) if place >= begin else {},
-                reference=f"@{each.step}:{each.name}" if with_rows else "",
+                evaluation.step,
+                evaluation.name,
+                evaluation.policy,
+                dict(evaluation.metrics),
+                _intervals(store, evaluation) if place >= begin else {},
+                reference=f"@{evaluation.step}:{evaluation.name}" if with_rows else "",
                 answers=with_rows and not losses,
                 file=None,
                 at=0.0,
             )
         )
-    for each in _in_files(run / RESULTS):
-        name, _, step = each.policy.rpartition("@")  # `RUN@STEP`, if it is of this run
+    for evaluation in _in_files(run / RESULTS):
+        name, _, step = evaluation.policy.rpartition("@")  # `RUN@STEP`, if it is of this run
         of_run = name == run.name and step.isdecimal() and len(step) < 16
-        found.append(replace(each, step=int(step) if of_run else None))
-    return sorted(found, key=lambda each: (each.step is None, each.step or 0))
+        found.append(replace(evaluation, step=int(step) if of_run else None))
+    return sorted(found, key=lambda evaluation: (evaluation.step is None, evaluation.step or 0))
 
 
 def evaluations_beside(runs: Path) -> list[Evaluated]:
     """Evaluations in the folder next to the runs, and directly in the runs' folder; the newest files first."""
     found = [
-        replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
+        replace(evaluation, reference=f":{prefix}{evaluation.file}" if evaluation.reference else "")
         for prefix, folder in results_folders(runs).items()
-        for each in _in_files(folder)
+        for evaluation in _in_files(folder)
     ]
-    return sorted(found, key=lambda each: -each.at)
+    return sorted(found, key=lambda evaluation: -evaluation.at)
 
 
 def results_folders(runs: Path) -> dict[str, Path]:
@@ -129,7 +129,9 @@ def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[flo
     for name in names:
         measured = measure(name, rows)
         finite = (
-            [each for each in measured.values.values() if math.isfinite(each)] if measured else []
+            [value for value in measured.values.values() if math.isfinite(value)]
+            if measured
+            else []
         )
         if finite:
             interval = interval_at_once(finite, share=is_share(name))
@@ -156,7 +158,7 @@ def _in_files(folder: Path) -> list[Evaluated]:
     found = [
         _summary(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MOST_FILES:]
     ]
-    return [each for each in found if each is not None]
+    return [evaluation for evaluation in found if evaluation is not None]
 
 
 @lru_cache(maxsize=2000)

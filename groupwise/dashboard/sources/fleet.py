@@ -108,8 +108,8 @@ class WatchedFleet:
 
     def forget(self) -> None:
         """Drop cached values after a change made here, so the next page shows it."""
-        for each in (self._status, self._machines, self._newest, self._stamp):
-            each.forget()
+        for cached in (self._status, self._machines, self._newest, self._stamp):
+            cached.forget()
 
 
 def lasting(value: Any) -> Any:
@@ -117,5 +117,5 @@ def lasting(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
-        return [lasting(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        return [lasting(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value

@@ -86,7 +86,7 @@ class RunsIndex:
         with self._lock:
             for removed in self._known.keys() - {path.name for path in stamps}:
                 del self._known[removed]
-            found = [each for _, each in self._known.values()]
+            found = [run for _, run in self._known.values()]
 
         def newest_first(listed: Listed) -> tuple[bool, float, str]:
             return listed.info.broken is not None, -(listed.info.started or 0.0), listed.info.name
@@ -102,7 +102,7 @@ class RunsIndex:
 
     def _states(self) -> Any:
         known = self.all_runs()
-        runs = [(each.info.name, each.info.state, each.written) for each in known.runs]
+        runs = [(run.info.name, run.info.state, run.written) for run in known.runs]
         results = [path / RESULTS for path in run_folders(self.folder)]
         return (
             known.unread,
@@ -156,7 +156,7 @@ def stamp_of(path: Path) -> Stamp:
 
 def read(path: Path, stamp: Stamp) -> Listed:
     """Read a run's list entry; never raises for a broken run."""
-    modified = max((each[0] for each in stamp), default=0) / 1e9
+    modified = max((entry[0] for entry in stamp), default=0) / 1e9
     name = os.fsencode(path.name).decode("utf-8", "replace")
     why = "the name of its folder is no text (UTF-8); rename the folder to look at the run"
     try:

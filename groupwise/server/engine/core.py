@@ -300,7 +300,9 @@ class EngineCore:
                 prompt = messages_of(prompt)
             # Tokenising megabytes takes seconds and blocks other requests, so reject by length in characters first.
             texts = (
-                [prompt] if isinstance(prompt, str) else [str(each["content"]) for each in prompt]
+                [prompt]
+                if isinstance(prompt, str)
+                else [str(message["content"]) for message in prompt]
             )
             count, most = sum(map(len, texts)), longest * current.longest_token
             if count > most:
@@ -344,7 +346,9 @@ class EngineCore:
         )
         names = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
         own = {name: getattr(wanted, name) for name in names}
-        params = replace(params, **{name: each for name, each in own.items() if each is not None})
+        params = replace(
+            params, **{name: value for name, value in own.items() if value is not None}
+        )
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
             raise WrongOrder(

@@ -334,8 +334,8 @@ class EngineProcess:
             self._reason = reason
             pending, self._pending = self._pending, {}
         _fail(self._ready, EngineLost(reason))
-        for each in pending.values():
-            _fail(each.answer, EngineLost(reason))
+        for call in pending.values():
+            _fail(call.answer, EngineLost(reason))
         self._gone.set_result(reason)
 
     def _run_process(self) -> str:

@@ -79,14 +79,14 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
             "is no number of tokens",
         )
         end = 0
-        for each in sorted(row.withheld, key=lambda withheld: withheld.start):
+        for span in sorted(row.withheld, key=lambda withheld: withheld.start):
             _require(
-                end <= each.start < each.end <= length,
+                end <= span.start < span.end <= length,
                 f"{where}.withheld",
-                f"names the tokens {each.start} to {each.end} of {length}; stretches lie within the completion and do not overlap",
+                f"names the tokens {span.start} to {span.end} of {length}; stretches lie within the completion and do not overlap",
             )
-            check_tokens(each.token_ids, vocabulary, f"{where}.withheld")
-            end = each.end
+            check_tokens(span.token_ids, vocabulary, f"{where}.withheld")
+            end = span.end
 
 
 def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:

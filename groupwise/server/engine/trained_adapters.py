@@ -330,9 +330,11 @@ class EngineModels:
         while True:
             beat = self._free.next
             async with self._placing:
-                sampler = next((each for each in self._samplers if each.weights == weights), None)
+                sampler = next(
+                    (other for other in self._samplers if other.weights == weights), None
+                )
                 is_full = len(self._samplers) >= SAMPLERS and all(
-                    each.users for each in self._samplers
+                    sampler.users for sampler in self._samplers
                 )
                 if sampler is None and not is_full:
                     sampler = await self._place(weights)
@@ -347,8 +349,8 @@ class EngineModels:
         """Assign these weights to an idle sampler or to a new one."""
         saved = None if weights is None else self._here.folders.read(weights)
         shape = _PLAIN if saved is None else await self._shape(saved.spec)
-        idle = [each for each in self._samplers if not each.users]
-        fitting = [each for each in idle if each.shape == shape]
+        idle = [sampler for sampler in self._samplers if not sampler.users]
+        fitting = [sampler for sampler in idle if sampler.shape == shape]
         full = len(self._samplers) >= SAMPLERS
         if full and fitting and saved is not None:
             sampler = fitting[0]  # same shape: only its weights are replaced

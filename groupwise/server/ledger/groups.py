@@ -251,7 +251,7 @@ def move(
     """Set the state of groups, as computed by `group_states.after`; the database refuses impossible transitions."""
     transaction.connection.executemany(
         "UPDATE groups SET state = ?, reason = ? WHERE id = ?",
-        [(state, None if reason is None else label(reason), each.id) for each in groups],
+        [(state, None if reason is None else label(reason), group.id) for group in groups],
     )
 
 

@@ -75,7 +75,7 @@ def read_run(transaction: Transaction, run: str) -> RunRow:
     """Read one run; refuses with `unknown_run` if there is none of this name."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE run = ?", (label(run),))
     if row is None:
-        known = ", ".join(each.run for each in list_runs(transaction)) or "none yet"
+        known = ", ".join(row.run for row in list_runs(transaction)) or "none yet"
         raise Refusal(
             "unknown_run", f"there is no run {run!r} on this server; its runs are: {known}."
         )

@@ -42,25 +42,25 @@ def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
         texts = [
             TextChoice(
                 index=place,
-                text=each.text,
-                finish_reason=each.finish_reason,
-                token_ids=list(each.token_ids),
-                logprobs=_text_logprobs(each),
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                token_ids=list(choice.token_ids),
+                logprobs=_text_logprobs(choice),
             )
-            for place, each in enumerate(completed.choices)
+            for place, choice in enumerate(completed.choices)
         ]
         return TextCompletion(**common, choices=texts)
     chats: list[ChatChoice] = []
-    for place, each in enumerate(completed.choices):
-        calls = _calls(completed.id, place, each)
-        content = None if calls and not each.text else each.text
+    for place, choice in enumerate(completed.choices):
+        calls = _calls(completed.id, place, choice)
+        content = None if calls and not choice.text else choice.text
         chats.append(
             ChatChoice(
                 index=place,
                 message=Reply(content=content, tool_calls=calls or None),
-                finish_reason=each.finish_reason,
-                token_ids=list(each.token_ids),
-                logprobs=_chat_logprobs(each),
+                finish_reason=choice.finish_reason,
+                token_ids=list(choice.token_ids),
+                logprobs=_chat_logprobs(choice),
             )
         )
     return ChatCompletion(**common, choices=chats)
@@ -84,7 +84,7 @@ def _usage(completed: Completed) -> Usage:
     )
 
 
-def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
+def _calls(id: str, place: int, choice: Written) -> list[ToolCallData]:
     return [
         ToolCallData(
             id=f"call_{id}-{place}-{number}",
@@ -93,12 +93,12 @@ def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
                 arguments=printable(json.dumps(call.arguments, ensure_ascii=False)),
             ),
         )
-        for number, call in enumerate(each.calls)
+        for number, call in enumerate(choice.calls)
     ]
 
 
-def _chat_logprobs(each: Written) -> ChatLogprobs | None:
-    if each.token_texts is None:
+def _chat_logprobs(choice: Written) -> ChatLogprobs | None:
+    if choice.token_texts is None:
         return None
     return ChatLogprobs(
         content=[
@@ -107,18 +107,18 @@ def _chat_logprobs(each: Written) -> ChatLogprobs | None:
                 logprob=logprob,
                 bytes=None if INCOMPLETE in text else list(text.encode()),
             )
-            for text, logprob in zip(each.token_texts, each.logprobs, strict=True)
+            for text, logprob in zip(choice.token_texts, choice.logprobs, strict=True)
         ]
     )
 
 
-def _text_logprobs(each: Written) -> TextLogprobs | None:
-    if each.token_texts is None:
+def _text_logprobs(choice: Written) -> TextLogprobs | None:
+    if choice.token_texts is None:
         return None
-    lengths = accumulate(map(len, each.token_texts), initial=0)
-    offsets = [offset for offset, _ in zip(lengths, each.token_texts, strict=False)]
+    lengths = accumulate(map(len, choice.token_texts), initial=0)
+    offsets = [offset for offset, _ in zip(lengths, choice.token_texts, strict=False)]
     return TextLogprobs(
-        tokens=list(each.token_texts), token_logprobs=list(each.logprobs), text_offset=offsets
+        tokens=list(choice.token_texts), token_logprobs=list(choice.logprobs), text_offset=offsets
     )
 
 
@@ -145,19 +145,19 @@ class Pieces:
         return self._piece([self._choice(place, text)])
 
     def end(self, completed: Completed) -> Iterator[bytes]:
-        """The final chunk of each choice, then the end of the stream."""
+        """The final chunk of choice choice, then the end of the stream."""
         about = _about(self._kind, completed)
-        for place, each in enumerate(completed.choices):
-            logprobs = _chat_logprobs(each) if self._kind == "chat" else _text_logprobs(each)
+        for place, choice in enumerate(completed.choices):
+            logprobs = _chat_logprobs(choice) if self._kind == "chat" else _text_logprobs(choice)
             ended = {
                 **self._choice(place, ""),
-                "finish_reason": each.finish_reason,
-                "token_ids": each.token_ids,
+                "finish_reason": choice.finish_reason,
+                "token_ids": choice.token_ids,
                 "logprobs": None if logprobs is None else logprobs.model_dump(),
             }
             if self._kind == "chat":
                 ended["delta"] = {}
-                for number, call in enumerate(_calls(completed.id, place, each)):
+                for number, call in enumerate(_calls(completed.id, place, choice)):
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
                     yield self._piece([{**self._choice(place, ""), "delta": delta}])
             yield self._piece([ended], about)

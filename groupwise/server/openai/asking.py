@@ -79,7 +79,7 @@ def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
-        prompts: tuple[Prompt, ...] = ([_for_template(each) for each in request.messages],)
+        prompts: tuple[Prompt, ...] = ([_for_template(messages) for messages in request.messages],)
         columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
         if tools:
             read_calls = "first" if request.parallel_tool_calls is False else "all"

@@ -54,7 +54,7 @@ class Completed:
     @property
     def completion_tokens(self) -> int:
         """Total over all choices."""
-        return sum(len(each.token_ids) for each in self.choices)
+        return sum(len(choice.token_ids) for choice in self.choices)
 
 
 def write_completion(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:

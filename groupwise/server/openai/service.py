@@ -100,8 +100,8 @@ class _Progress:
             return []
         with suppress(GroupwiseError):  # raised where the completions are awaited
             found = await gather_all(self.engine.partial(draw) for draw in self.draws)
-            if all(len(each) >= self.n for each in found):
-                return [text for each in found for text in each[: self.n]]
+            if all(len(texts) >= self.n for texts in found):
+                return [text for texts in found for text in texts[: self.n]]
         return []
 
 
@@ -138,9 +138,9 @@ class OpenAIService:
 
     async def model(self, name: str) -> ModelData:
         """One of the models; refuses with `unknown_model`."""
-        for each in await self.models():
-            if each.id == name:
-                return each
+        for model in await self.models():
+            if model.id == name:
+                return model
         raise self._unknown_model(name)
 
     def _now(self) -> RunStatus | None:
@@ -188,7 +188,7 @@ class OpenAIService:
             assert completed is not None, "it does not name itself"
             if not begun:
                 yield Begun(completed.id)
-            for piece in _news(texts_sent, [each.text for each in completed.choices]):
+            for piece in _news(texts_sent, [choice.text for choice in completed.choices]):
                 yield piece
             yield completed
         finally:
@@ -243,7 +243,7 @@ class OpenAIService:
             found = await self._sample_orders(ask, orders, ask.n, conductor, progress)
         finally:
             self._sampling -= completions
-        rollouts = [rollout for each in found for rollout in each.group.rollouts]
+        rollouts = [rollout for sample in found for rollout in sample.group.rollouts]
         first = found[0]
         completed = Completed(
             id=progress.id,
@@ -252,7 +252,7 @@ class OpenAIService:
             step=first.step,
             fingerprint=first.fingerprint,
             created=time.time(),
-            prompt_tokens=sum(len(each.group.rollouts[0].prompt_ids) for each in found),
+            prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in found),
             choices=tuple(await self._write_choices(ask, rollouts, conductor)),
         )
         if keeping.caller.answer_key is None:
@@ -341,7 +341,7 @@ class OpenAIService:
             gather_all(engine.sample(order) for order in orders), conductor
         )
         progress.engine = None
-        steps = {each.step for each in found}
+        steps = {sample.step for sample in found}
         if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
             raise self._unknown_model(
                 ask.model
@@ -363,7 +363,8 @@ class OpenAIService:
             asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
             texts = await self._host.await_engine(gather_all(asked), conductor)
         return [
-            write_completion(each, ask, text) for each, text in zip(rollouts, texts, strict=True)
+            write_completion(rollout, ask, text)
+            for rollout, text in zip(rollouts, texts, strict=True)
         ]
 
 

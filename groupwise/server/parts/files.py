@@ -67,9 +67,9 @@ class Files:
         folder = self.folder(path)
         return FolderAnswer(
             files=[
-                FileFacts(path=str(each.relative_to(folder)), size=each.stat().st_size)
-                for each in sorted(folder.rglob("*"))
-                if each.is_file()
+                FileFacts(path=str(path.relative_to(folder)), size=path.stat().st_size)
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
             ]
         )
 

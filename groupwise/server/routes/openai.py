@@ -115,21 +115,21 @@ class StreamedResponse(Response):
             await send({"type": "http.response.start", **head})
             await self._send(send, first)
             try:
-                async for each in stream:
-                    await self._send(send, each)
+                async for chunk in stream:
+                    await self._send(send, chunk)
             except Refusal as refusal:
                 await _send_body(send, event(error_of_refusal(refusal).model_dump()))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send(self, send: Send, each: Begun | Piece | Completed) -> None:
-        match each:
+    async def _send(self, send: Send, output: Begun | Piece | Completed) -> None:
+        match output:
             case Begun(id):
                 for piece in self._pieces.begin(id, self._choices):
                     await _send_body(send, piece)
             case Piece(choice, text):
                 await _send_body(send, self._pieces.more(choice, text))
             case Completed():
-                for piece in self._pieces.end(each):
+                for piece in self._pieces.end(output):
                     await _send_body(send, piece)
 
 

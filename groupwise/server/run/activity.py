@@ -39,12 +39,12 @@ async def activity_of(
     now = time.monotonic()
     waiting = [
         WaitingRequest(
-            key_id=each.who,
-            groups=len(each.draws),
-            draws=[draw for draw in each.draws if draw is not None],
-            seconds=now - each.since,
+            key_id=request.who,
+            groups=len(request.draws),
+            draws=[draw for draw in request.draws if draw is not None],
+            seconds=now - request.since,
         )
-        for each in (() if room is None else room.in_line())
+        for request in (() if room is None else room.in_line())
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
@@ -53,7 +53,7 @@ async def activity_of(
         return ActivityAnswer(
             at=transaction.now,
             run_id=run,
-            groups=[_group(each, transaction.uptime) for each in living],
+            groups=[_group(group, transaction.uptime) for group in living],
             capacity=None if room is None else room.room.capacity,
             sampling=0 if room is None else room.sampling,
             waiting=waiting,
@@ -61,7 +61,7 @@ async def activity_of(
                 PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)
                 for plan in planned
             ],
-            events=[event_data(each) for each in events.newest_events(transaction, MOST_EVENTS)],
+            events=[event_data(event) for event in events.newest_events(transaction, MOST_EVENTS)],
             sessions=_with_steps(sessions, calls.steps_done(transaction)),
         )
 
@@ -72,20 +72,20 @@ def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
     """Convert seen clients for the answer; `now` must be read from the clock that stamped `Seen.last`."""
     return [
         KnownClient(
-            key_id=each.key_id,
-            role=each.role.word,
-            requests=each.requests,
-            refused=each.refused,
-            last_request=each.last_request,
-            last_problem=each.last_problem,
-            idle_seconds=max(0.0, now - each.last),
+            key_id=client.key_id,
+            role=client.role.word,
+            requests=client.requests,
+            refused=client.refused,
+            last_request=client.last_request,
+            last_problem=client.last_problem,
+            idle_seconds=max(0.0, now - client.last),
         )
-        for each in seen
+        for client in seen
     ]
 
 
 def _group(row: GroupRow, uptime: float) -> LivingGroup:
-    rewards = [each for each in row.rewards or () if each is not None]
+    rewards = [reward for reward in row.rewards or () if reward is not None]
     assert row.state in ("open", "rewarded", "held", "planned"), "the others have ended"
     return LivingGroup(
         group_id=row.id,

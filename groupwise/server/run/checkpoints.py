@@ -33,9 +33,9 @@ class Checkpoints:
 
         def look() -> list[CheckpointAnswer]:
             automatic = [
-                named_checkpoints.answer_of(row, each)
+                named_checkpoints.answer_of(row, checkpoint)
                 for row in rows
-                for each in self._named.automatic(row)
+                for checkpoint in self._named.automatic(row)
             ]
             return [*automatic, *self._named.list_checkpoints()]
 
@@ -79,7 +79,9 @@ class Checkpoints:
         found = self._named.find(name)
         run, _, step = name.rpartition("@")
         if found is None and run in rows:
-            by_step = {str(each.step): each for each in self._named.automatic(rows[run])}
+            by_step = {
+                str(checkpoint.step): checkpoint for checkpoint in self._named.automatic(rows[run])
+            }
             if step in by_step:
                 found = Beginning(by_step[step].path, rows[run].settings, run, by_step[step].step)
         if found is not None:

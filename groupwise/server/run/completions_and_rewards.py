@@ -115,7 +115,7 @@ class AskPost:
         """The answers after the step that learnt from the groups, or as they are when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
-            lambda found: all(each.status == "trained" for each in found),
+            lambda found: all(group.status == "trained" for group in found),
             seconds,
         )
 

@@ -425,8 +425,8 @@ class Conductor:
             if lost.done():
                 raise lost.result()
         finally:
-            for each in (nudged, lost):
-                each.cancel()
+            for task in (nudged, lost):
+                task.cancel()
             await asyncio.gather(nudged, lost, return_exceptions=True)
 
     @property

@@ -93,14 +93,19 @@ def keep_groups(
     def work() -> StoredResponse:
         new = [
             NewGroup(
-                f"g-{secrets.token_hex(10)}", each.group, each.step, each.version, each.fingerprint
+                f"g-{secrets.token_hex(10)}",
+                sample.group,
+                sample.step,
+                sample.version,
+                sample.fingerprint,
             )
-            for each in sampled
+            for sample in sampled
         ]
         rows = groups.add_groups(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         answers.extend(
-            group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
+            group_answer(transaction, row, new_group.group)
+            for row, new_group in zip(rows, new, strict=True)
         )
         return completions_answer(request, answers)
 

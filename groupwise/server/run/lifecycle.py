@@ -95,10 +95,10 @@ class StartStop:
             replacing = request.replace
             order, request, old = await self._order(request)
             if replacing or self._current.active_conductor() is None:
-                for each in beside:
+                for user in beside:
                     if replacing:
-                        await each.let_go()
-                    await each.make_way()
+                        await user.let_go()
+                    await user.make_way()
             await self._make_way(replacing)
             conductor = self._conductor_of(request, order)
             standing = await self._begin_within_limit(conductor)

@@ -100,7 +100,11 @@ class NamedCheckpoints:
 
     def of_run(self, run: str) -> list[Path]:
         """The folders of a run's named checkpoints."""
-        return [self._root / each.address for each in self.list_checkpoints() if each.run_id == run]
+        return [
+            self._root / checkpoint.address
+            for checkpoint in self.list_checkpoints()
+            if checkpoint.run_id == run
+        ]
 
 
 def _request_name(caller: Caller) -> list[str] | None:

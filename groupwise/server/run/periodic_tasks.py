@@ -39,8 +39,8 @@ class PeriodicTasks:
 
     async def stop(self) -> None:
         """Stop both tasks."""
-        for each in self._tasks:
-            each.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _tick(self) -> None:

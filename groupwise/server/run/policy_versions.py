@@ -86,9 +86,12 @@ class Versions:
         named = [found for path in self.named if (found := _whole(path)) is not None]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
         saved = {
-            each.step: (each.path, str(each.extra["position"]["policy"]["fingerprint"]))
-            for each in (*named, *automatic)
-            if "position" in each.extra
+            checkpoint.step: (
+                checkpoint.path,
+                str(checkpoint.extra["position"]["policy"]["fingerprint"]),
+            )
+            for checkpoint in (*named, *automatic)
+            if "position" in checkpoint.extra
         }
         final = self.folder / FINAL
         if saved and final.is_dir() and (self.folder / RECORD).is_file():

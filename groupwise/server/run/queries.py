@@ -58,7 +58,7 @@ class Queries:
         if after is None:
             return []
         found = await self._ledger.do(events.events_after, after, limit)
-        return [event_data(each) for each in found]
+        return [event_data(event) for event in found]
 
     async def last_event(self) -> int:
         """The id of the newest event."""

@@ -364,12 +364,12 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 def refused_route(method: str, path: str) -> Unsupported | None:
     """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
-        f"{each.owner}.{each.name}"
-        for each in METHODS
-        if any(_fits(route, method, path) for route in each.routes)
+        f"{entry.owner}.{entry.name}"
+        for entry in METHODS
+        if any(_fits(route, method, path) for route in entry.routes)
     ]
     if owners:
-        reason = next(each.note for each in METHODS if f"{each.owner}.{each.name}" == owners[0])
+        reason = next(entry.note for entry in METHODS if f"{entry.owner}.{entry.name}" == owners[0])
         return Unsupported(f"{' and '.join(owners)}: not supported by this server; {reason}.")
     for known, route, reason in INTERNAL:
         if _fits((known, route), method, path):
@@ -388,15 +388,15 @@ def _lines() -> Iterator[str]:
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
-    for owner in dict.fromkeys(each.owner for each in METHODS):
+    for owner in dict.fromkeys(method.owner for method in METHODS):
         yield ""
         yield f"## {owner}"
         yield ""
         yield "| method | works | |"
         yield "|---|---|---|"
-        for each in METHODS:
-            if each.owner == owner:
-                yield f"| `{each.name}` | {'yes' if each.works else 'no'} | {each.note} |"
+        for entry in METHODS:
+            if entry.owner == owner:
+                yield f"| `{entry.name}` | {'yes' if entry.works else 'no'} | {entry.note} |"
 
 
 def _fits(route: tuple[str, str], method: str, path: str) -> bool:

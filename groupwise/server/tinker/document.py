@@ -142,7 +142,7 @@ def _schemas() -> dict[str, Any]:
     sent = [route.answer for route in ROUTES if route.answer is not None]
     both: list[type[BaseModel]] = [*read, *sent, answers.Healthy, answers.TryAgain, answers.Refused]
     models: list[tuple[Any, JsonSchemaMode]] = [
-        (each, "validation") for each in dict.fromkeys(both)
+        (model, "validation") for model in dict.fromkeys(both)
     ]
     _, found = models_json_schema(models, ref_template=NAMES)
     result = TypeAdapter[Any](answers.Result).json_schema(ref_template=NAMES)

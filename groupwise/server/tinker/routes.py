@@ -249,8 +249,8 @@ class _Handlers:
             ) from None
         except ValidationError as error:
             wrong = [
-                f"{each} (given: {reprlib.repr(each.given)})"
-                for each in field_errors(error, kind)[:10]
+                f"{field_error} (given: {reprlib.repr(field_error.given)})"
+                for field_error in field_errors(error, kind)[:10]
             ]
             raise UsageError(
                 f"{kind.__name__} is not what this server takes. " + "; ".join(wrong)

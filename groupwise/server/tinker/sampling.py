@@ -130,8 +130,8 @@ def _stops(
     if not stop:
         return (), ()
     given = [stop] if isinstance(stop, str) else stop
-    texts = tuple(each for each in given if isinstance(each, str))
-    tokens = tuple(each for each in given if isinstance(each, int))
+    texts = tuple(stop for stop in given if isinstance(stop, str))
+    tokens = tuple(stop for stop in given if isinstance(stop, int))
     return texts, (*base.stop_token_ids, *tokens)
 
 

@@ -133,7 +133,7 @@ class Opened:
     async def end_silent_sessions(self) -> None:
         """End the sessions of clients that have sent no heartbeat for `SESSION_SILENCE` seconds."""
         silent = self._clock() - SESSION_SILENCE
-        for session in [each.id for each in self._sessions.values() if each.seen < silent]:
+        for session in [session.id for session in self._sessions.values() if session.seen < silent]:
             await self.finish(session)
 
     def with_models(self) -> dict[str, str]:
@@ -145,10 +145,10 @@ class Opened:
             return ", ".join(made) or f"{session.id}, whose model is being made"
 
         return {
-            each.id: f"{models_of(each)}: heard of {now - each.seen:.0f} seconds ago, let go of in "
-            f"{max(each.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
-            for each in self._sessions.values()
-            if each.models
+            session.id: f"{models_of(session)}: heard of {now - session.seen:.0f} seconds ago, let go of in "
+            f"{max(session.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
+            for session in self._sessions.values()
+            if session.models
         }
 
     def list_sessions(self) -> list[wire.Session]:
@@ -157,9 +157,9 @@ class Opened:
         samplers = Counter(session_of(id) for id in self._samplers)
         return [
             wire.Session(
-                id=each.id,
-                silent_seconds=max(now - each.seen, 0.0),
-                let_go_seconds=max(each.seen + SESSION_SILENCE - now, 0.0),
+                id=session.id,
+                silent_seconds=max(now - session.seen, 0.0),
+                let_go_seconds=max(session.seen + SESSION_SILENCE - now, 0.0),
                 models=[
                     wire.SessionModel(
                         id=model.id,
@@ -167,11 +167,11 @@ class Opened:
                         rank=None if model.spec is None else model.spec.rank,
                         waiting=model.line.pending,
                     )
-                    for model in (self.models[id] for id in sorted(each.models))
+                    for model in (self.models[id] for id in sorted(session.models))
                 ],
-                samplers=samplers[each.id],
+                samplers=samplers[session.id],
             )
-            for each in self._sessions.values()
+            for session in self._sessions.values()
         ]
 
     def session(self, id: str) -> Session:
