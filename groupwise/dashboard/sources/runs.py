@@ -72,8 +72,8 @@ class RunsIndex:
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
 
-    def all_runs(self, patience: float = FIRST_READ_TIMEOUT) -> Known:
-        """All runs; runs that could not be read within `patience` seconds are only counted."""
+    def all_runs(self, timeout: float = FIRST_READ_TIMEOUT) -> Known:
+        """All runs; runs that could not be read within `timeout` seconds are only counted."""
         stamps = {path: stamp_of(path) for path in run_folders(self.folder)}
         with self._lock:
             stale = [path for path in stamps if self._is_stale(path, stamps[path])]
@@ -82,7 +82,7 @@ class RunsIndex:
                 self._reader.start()
             reader = self._reader
         if stale and reader is not None:
-            reader.join(patience)
+            reader.join(timeout)
         with self._lock:
             for removed in self._known.keys() - {path.name for path in stamps}:
                 del self._known[removed]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from groupwise.api.schemas.openai import FinishReason
 from groupwise.core.types import Rollout
 from groupwise.server.openai.asking import Ask
-from groupwise.server.openai.texts import cut, showable
+from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
 from groupwise.tasks.tools import HermesCalls, ToolCall
 
 TokenTexts = tuple[str, ...]
@@ -62,7 +62,7 @@ def write_completion(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Wr
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
-    text, calls = cut(rollout.completion, ask.stops), list[ToolCall]()
+    text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
     if ask.read_calls != "none":
         rest, calls = HermesCalls().split(text)
         text = rest.rstrip() if calls else text
@@ -79,5 +79,5 @@ def write_completion(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Wr
 def showable_of(text: str, ask: Ask) -> str:
     """The part of an unfinished text that is certain to be a prefix of the choice's final text."""
     if ask.read_calls == "none":
-        return showable(text, ask.stops)
-    return showable(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()
+        return streamable_prefix(text, ask.stops)
+    return streamable_prefix(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()

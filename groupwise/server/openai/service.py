@@ -28,7 +28,7 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
 from groupwise.server.ledger import runs
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing

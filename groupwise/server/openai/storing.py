@@ -9,8 +9,8 @@ from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.engine_protocol import Sampled
 from groupwise.server.ledger import counters, groups, members
-from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup
+from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, Written
@@ -125,5 +125,5 @@ def _store_once(
         completed = work()
         return None if completed is None else keeping.render(completed)
 
-    found = once(transaction, keeping.caller, answer)
+    found = run_idempotent(transaction, keeping.caller, answer)
     return None if found is None else Kept(completed, found)

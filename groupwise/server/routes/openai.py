@@ -30,7 +30,7 @@ from groupwise.api.schemas.openai import (
 )
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.openai.answers import Kind, Pieces, event, whole
 from groupwise.server.openai.asking import StorageHeaders, ask_of
 from groupwise.server.openai.completed import Completed
@@ -88,7 +88,7 @@ async def _complete(
     def stored(done: Completed) -> StoredResponse:
         return StoredResponse(200, whole(kind, done).model_dump_json().encode())
 
-    return await context.once(lambda: service.answer(ask, context.caller, stored))
+    return await context.run_idempotent(lambda: service.answer(ask, context.caller, stored))
 
 
 class StreamedResponse(Response):

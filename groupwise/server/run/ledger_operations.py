@@ -24,9 +24,9 @@ from groupwise.api.schemas.training import (
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.engine_protocol import Opened, Sampled
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
-from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
+from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.rewards import Post
 from groupwise.server.ledger.runs import RunRow
@@ -65,7 +65,7 @@ def start_run(
         events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})
         return answer
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return runs.read_run(transaction, run)
 
 
@@ -109,7 +109,7 @@ def keep_groups(
         )
         return completions_answer(request, answers)
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return answers
 
 
@@ -175,7 +175,7 @@ def keep_rewards(
         counters.count(transaction, run, counters.REWARD_REQUESTS)
         return rewards_answer(request, answers)
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return answers
 
 
@@ -260,7 +260,7 @@ def keep_plan(
         made.append(_step_answer(plan))
         return step_answer(request, made[0])
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return made[0] if made else None
 
 
@@ -297,7 +297,7 @@ def keep_checkpoint(transaction: Transaction, checkpoint: CheckpointAnswer, call
         )
         return answer_of(checkpoint)
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
 
 
 # --- time and status ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Probe
-from groupwise.server.ledger.answers import forget_old_answers
+from groupwise.server.ledger.idempotency import delete_expired
 from groupwise.server.ledger.uptime import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
@@ -55,7 +55,7 @@ class PeriodicTasks:
                         self._current.conductor.nudge()
                         await self._current.conductor.recount()
                 if time.monotonic() - forgotten > FORGET_EVERY:
-                    await self._ledger.do(forget_old_answers)
+                    await self._ledger.do(delete_expired)
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:

@@ -29,7 +29,7 @@ from groupwise.api.schemas.training import (
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger import counters
-from groupwise.server.ledger.answers import StoredResponse, stored_answer
+from groupwise.server.ledger.idempotency import StoredResponse, stored_response
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.active_run import Current
 from groupwise.server.run.activity import activity_of
@@ -147,7 +147,7 @@ class Service:
         """The stored answer to this request; refuses if its key was used with another body."""
         if caller.answer_key is None:
             return None
-        return await self._ledger.do(stored_answer, caller)
+        return await self._ledger.do(stored_response, caller)
 
     async def count_refusal(self, code: str) -> None:
         """Count a refused request in the counters of the run."""

@@ -12,7 +12,12 @@ from groupwise.api.schemas.problems import KINDS, Kind, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, StoreError, UsageError
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.tinker.compatibility import Unsupported
-from groupwise.server.tinker.futures import AnswerGone, NotKept, TooManyCalls, UnknownAnswer
+from groupwise.server.tinker.futures import (
+    AnswerGone,
+    LedgerUnavailable,
+    TooManyCalls,
+    UnknownAnswer,
+)
 from groupwise.server.tinker.sessions import NotThere
 
 OF_OTHERS = (
@@ -76,7 +81,7 @@ _OF: Mapping[type[GroupwiseError], str] = {
     AnswerGone: "answer_gone",
     Unsupported: "unsupported",
     TooManyCalls: "too_many_calls",
-    NotKept: "not_kept",
+    LedgerUnavailable: "not_kept",
     DiskFull: "disk_full",
     StoreError: "not_kept",
     RunError: "engine_failed",

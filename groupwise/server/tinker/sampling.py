@@ -74,7 +74,7 @@ class SamplingCalls:
         key = (sampler.id, body.seq_id)
         kind, content = kind_of(body), content_of(body)
         digest = digest_of(kind, content)
-        if (earlier := self._futures.earlier(key, digest)) is not None:
+        if (earlier := self._futures.find_repeated(key, digest)) is not None:
             return earlier
         weights = sampler.weights or sampler.base
 
@@ -85,7 +85,7 @@ class SamplingCalls:
             return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last))
 
         id = self._futures.add(key, digest, kind, content)
-        self._futures.begin(id, work)
+        self._futures.start(id, work)
         return id
 
 

@@ -105,8 +105,8 @@ class VerbService:
             begin[row.kind](row.content)
 
     async def accepted(self, id: str) -> None:
-        """Wait until a call is in the ledger, so that its client may get the id. Raises NotKept if that takes too long."""
-        await self.futures.accepted(id, ACCEPTED_WITHIN)
+        """Wait until a call is in the ledger, so that its client may get the id. Raises LedgerUnavailable if that takes too long."""
+        await self.futures.wait_until_persisted(id, ACCEPTED_WITHIN)
 
     async def close(self) -> None:
         """Stop all calls; the engine stays."""
@@ -143,9 +143,9 @@ class VerbService:
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
             found.line.submit(sequence, body, error, REFUSED)
 
-    async def answer(self, id: str, patience: float) -> Outcome | None:
+    async def answer(self, id: str, timeout: float) -> Outcome | None:
         """See `Futures.answer`."""
-        return await self.futures.answer(id, patience)
+        return await self.futures.wait_for_answer(id, timeout)
 
 
 def _reading(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:

@@ -19,7 +19,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed
+from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
 from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotThere, Opened, session_of
@@ -134,7 +134,7 @@ class TrainingCalls:
             finite_sums = {name: value for name, value in sums.items() if math.isfinite(value)}
             outcome = _json({"metrics": {"grad_norm": norm}})
             if norm is None:  # the call has failed, but has changed the model: its gradient is gone
-                outcome = failed(
+                outcome = failed_outcome(
                     f"The gradient was not finite (norm {result.grad_norm}), so the update was left out and the gradient cleared.",
                     "server",
                 )

@@ -18,7 +18,7 @@ HERE = "http://127.0.0.1:8080"
 
 def place_of(runs: Path, keys: Keyring | None = None) -> DashboardContext:
     index = RunsIndex(runs)
-    index.all_runs(patience=10.0)
+    index.all_runs(timeout=10.0)
     return DashboardContext(index, Door(keys))
 
 

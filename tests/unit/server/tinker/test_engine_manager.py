@@ -18,7 +18,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.futures import NotKept, failed
+from groupwise.server.tinker.futures import LedgerUnavailable, failed_outcome
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.translate import read
 from tests.processes import wait_until_async
@@ -132,7 +132,7 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
     assert await polled is None
     assert await server.service.answer(loop.ids[4], TIMEOUT_S) is None
     assert await loop.answers(server.service) == [*known, *[None] * 12]
-    with pytest.raises(NotKept, match="shutting down"):
+    with pytest.raises(LedgerUnavailable, match="shutting down"):
         server.service.training.optim_step(update(loop.model, 15))
     disk.goes_on.set()
     async with serving(folder, disk) as server:
@@ -147,7 +147,7 @@ async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_p
         await loop.answers(server.service)
         disk.fails = 1
         await loop.go(server.service, first=2, last=4)
-        assert (await loop.answers(server.service))[2] == failed("no memory", "server")
+        assert (await loop.answers(server.service))[2] == failed_outcome("no memory", "server")
         assert server.engine is not None
         assert server.engine.models[loop.model] == ["gradient of (10, 11)", "update by 3.0"]
         await loop.go(server.service, first=4, last=7)
