@@ -111,9 +111,9 @@ def _serve(settings: ServerConfig, start_with: Path | None) -> None:
     request = None if start_with is None else read_start(start_with)
     pages = None
     if settings.dashboard:
-        from groupwise.dashboard.mounted import in_front
+        from groupwise.dashboard.mounted import mount_dashboard
 
-        pages = in_front(settings, keys)
+        pages = mount_dashboard(settings, keys)
     raise typer.Exit(serve(settings, keys, request, in_front=pages))
 
 

@@ -145,7 +145,7 @@ class Pieces:
         return self._piece([self._choice(place, text)])
 
     def end(self, completed: Completed) -> Iterator[bytes]:
-        """The final chunk of choice choice, then the end of the stream."""
+        """The final chunk of each choice, then the end of the stream."""
         about = _about(self._kind, completed)
         for place, choice in enumerate(completed.choices):
             logprobs = _chat_logprobs(choice) if self._kind == "chat" else _text_logprobs(choice)
