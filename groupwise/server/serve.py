@@ -43,13 +43,13 @@ from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.context import ServiceLike, Serving
-from groupwise.server.routes.openai import attach, openai_routes
+from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from groupwise.server.routes.parts import parts_routes
-from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.tinker.document import document
-from groupwise.server.tinker.mount import InFront, Verbs
+from groupwise.server.tinker.mount import Verbs, VerbsMiddleware
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ WARNINGS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class Services:
     """The services that answer requests: ask/post, and the further protocols."""
 
     service: ServiceLike
@@ -103,19 +103,19 @@ class Built:
         of_verbs = document() if self.verbs is not None else None
         app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_verbs)
         if of_openai:
-            attach(app)
+            attach_openai_errors(app)
         serving: Serving = app.state.shared
         if self.verbs is None:
             return serving, app
-        return serving, InFront(app, self.verbs.service, serving, keys)
+        return serving, VerbsMiddleware(app, self.verbs.service, serving, keys)
 
 
-Build = Callable[[ServerConfig], Awaitable[Built]]
+Build = Callable[[ServerConfig], Awaitable[Services]]
 InFrontOf = Callable[[ASGIApp, Serving], ASGIApp]
 """Wraps all routes in another application that handles its own requests and passes on the others."""
 
 
-async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
+async def build_service(config: ServerConfig, factory: str = ENGINE) -> Services:
     """Create the services for the folder of these settings, without starting them. Engines are separate processes, created by `factory`."""
 
     def log_warnings(record: logging.LogRecord) -> None:
@@ -142,21 +142,21 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
 
     ledger = Ledger.open(config.folder / LEDGER)
     service = Service(config, ledger, make_engine)
-    return Built(
+    return Services(
         service,
         OpenAIService(service, ledger, config),
         Verbs(config, ledger, service, make_engine),
-        _parts(config, service, make_engine),
+        _parts_service(config, service, make_engine),
     )
 
 
-def _parts(
+def _parts_service(
     config: ServerConfig, service: Service, make_engine: Callable[[], Awaitable[Engine]]
 ) -> PartsService:
     parts = PartsService(
         runs=service,
         make_engine=make_engine,
-        allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
+        allowed=AllowedModels(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
         folder=config.folder / PARTS,
         silence=config.parts_silence,
         longest_wait=config.step_time_limit,
@@ -176,7 +176,7 @@ def serve(
 ) -> int:
     """Serve until a signal arrives; returns the exit code. Raises UsageError if it cannot start, or `start_with` is refused."""
     check_tls(config.tls_certificate, config.tls_key)
-    lock = _take(config.folder)
+    lock = _lock_folder(config.folder)
     handler = configure(config.log_format)
     try:
         with bind(config.host, config.port) as listening:
@@ -203,7 +203,7 @@ def read_start(path: Path) -> StartRequest:
     return request
 
 
-def _take(folder: Path) -> RunLock:
+def _lock_folder(folder: Path) -> RunLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -259,9 +259,9 @@ class _Server:
             await asyncio.wait((listening, answering), return_when=asyncio.FIRST_COMPLETED)
             listening.cancel()
             if not answering.done():
-                self._greet()
+                self._print_address()
                 await self._until_ending(serving, answering)
-            await self._end(built, serving, http)
+            await self._shut_down(built, serving, http)
             await answering
         finally:
             await _cancel(answering)
@@ -272,7 +272,7 @@ class _Server:
     async def _until_ending(self, serving: Serving, answering: asyncio.Task[None]) -> None:
         beside = [asyncio.create_task(_log_events(serving.service))]
         if self._start_with is not None:
-            beside.append(asyncio.create_task(self._start(serving, self._start_with)))
+            beside.append(asyncio.create_task(self._start_run(serving, self._start_with)))
 
         def log_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -286,7 +286,7 @@ class _Server:
         finally:
             await _cancel(ending, *beside)
 
-    async def _end(self, built: Built, serving: Serving, http: Uvicorn) -> None:
+    async def _shut_down(self, built: Services, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
         seconds = self._config.shutdown_seconds
         logger.info("ending; a second signal ends at once")
@@ -313,7 +313,7 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end, number)
 
-    async def _start(self, serving: Serving, request: StartRequest) -> None:
+    async def _start_run(self, serving: Serving, request: StartRequest) -> None:
         """Start the run as if an admin had posted the request."""
         try:
             answer = await serving.service.start(request, LOCAL)
@@ -326,7 +326,7 @@ class _Server:
             return
         logger.info("run %s is ready, as --start-with has it", answer.run_id)
 
-    def _greet(self) -> None:
+    def _print_address(self) -> None:
         config = self._config
         host, port = self._listening.getsockname()[:2]
         visible_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host

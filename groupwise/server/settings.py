@@ -24,7 +24,7 @@ ENVIRONMENT = "GROUPWISE_SERVE_"
 """Prefix of the environment variables that are settings."""
 MIB = 1 << 20
 
-RIGHT_WAYS = (
+KEY_ADVICE = (
     f"put a key into the variable {VARIABLE}, which the clients read too; or make one with `groupwise serve --new-key ROLE`, "
     "write the line that it prints into a file, and name the file with key_file."
 )
@@ -35,8 +35,8 @@ class ServerConfig(Strict):
     """Each key is also the variable GROUPWISE_SERVE_<KEY>, and the word key=value of the command line."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "api_key": f"keys stand in no settings: {RIGHT_WAYS[:-1]}",
-        "api_keys": f"keys stand in no settings: {RIGHT_WAYS[:-1]}",
+        "api_key": f"keys stand in no settings: {KEY_ADVICE[:-1]}",
+        "api_keys": f"keys stand in no settings: {KEY_ADVICE[:-1]}",
     }
 
     output_dir: str = setting(
@@ -185,7 +185,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
             )
         if not config.is_local:
             raise UsageError(
-                f"host is {config.host}, where others can reach the server, but it has no key. Either {RIGHT_WAYS} "
+                f"host is {config.host}, where others can reach the server, but it has no key. Either {KEY_ADVICE} "
                 "Or leave host out: then only this machine can ask."
             )
         return None

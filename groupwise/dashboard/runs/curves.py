@@ -51,13 +51,13 @@ class Plot:
     """True if the curves add up to a whole."""
 
 
-def _single_curve(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
+def _curve(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
     return Plot(title, (PlottedMetric(metric, title.lower(), spread),), says, section)
 
 
 PLOTS = (
-    _single_curve("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's members lie apart.", "reward_std"),
-    _single_curve("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
+    _curve("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's members lie apart.", "reward_std"),
+    _curve("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
     Plot(
         "Rollouts without a score",
         (PlottedMetric("rollouts/failed", "failed"), PlottedMetric("rollouts/timed_out", "timed out")),
@@ -65,18 +65,23 @@ PLOTS = (
         "Reward",
         stacked=True,
     ),
-    _single_curve("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
-    _single_curve("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
-    _single_curve("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
-    _single_curve("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
-    _single_curve("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
+    _curve("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
+    _curve("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
+    _curve("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
+    _curve("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
+    _curve("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
     Plot(
         "Clipped tokens",
         (PlottedMetric("clip_ratio/low_mean", "from below"), PlottedMetric("clip_ratio/high_mean", "from above")),
         "Share of tokens that the clip kept from teaching.",
         "Policy",
     ),
-    _single_curve("Policy", "Log-probability gap", "sampling/logprob_gap", "Learner against sampler, in nats: near 0, or they compute differently."),
+    _curve(
+        "Policy",
+        "Log-probability gap",
+        "sampling/logprob_gap",
+        "Learner against sampler, in nats: near 0, or they compute differently.",
+    ),
     Plot(
         "Completion length",
         (
@@ -87,13 +92,13 @@ PLOTS = (
         "Tokens that the policy wrote.",
         "Completions",
     ),
-    _single_curve("Completions", "Truncated", "completions/clipped_ratio", "Share that the length limit cut off."),
-    _single_curve("Completions", "Distinct completions", "signals/distinct_completions", "1: no two members of a group are the same."),
-    _single_curve("Completions", "Repetition", "signals/repetition", "Share of repeated word triples within a completion."),
-    _single_curve("Update", "Gradient norm", "grad_norm", "Before it is clipped (training.max_grad_norm)."),
-    _single_curve("Update", "Learning rate", "learning_rate", ""),
-    _single_curve("Update", "Loss", "loss", "In RL it says little by itself."),
-    _single_curve("Update", "Tokens right", "mean_token_accuracy", "Share of the trained tokens that the model finds likeliest itself."),
+    _curve("Completions", "Truncated", "completions/clipped_ratio", "Share that the length limit cut off."),
+    _curve("Completions", "Distinct completions", "signals/distinct_completions", "1: no two members of a group are the same."),
+    _curve("Completions", "Repetition", "signals/repetition", "Share of repeated word triples within a completion."),
+    _curve("Update", "Gradient norm", "grad_norm", "Before it is clipped (training.max_grad_norm)."),
+    _curve("Update", "Learning rate", "learning_rate", ""),
+    _curve("Update", "Loss", "loss", "In RL it says little by itself."),
+    _curve("Update", "Tokens right", "mean_token_accuracy", "Share of the trained tokens that the model finds likeliest itself."),
     Plot(
         "Tokens per second",
         (
@@ -219,34 +224,38 @@ def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
         all_evaluated = evaluated_curves(store) if of_evaluations else {}
         evaluated = {name: all_evaluated[name] for name in query.name if name in all_evaluated}
         steps = {step for curve in evaluated.values() for step in curve}
-        step_range = _step_range(store, query, steps)
+        within_steps = _step_range(store, query, steps)
 
         def when_evaluated(steps: Iterable[int]) -> list[CurvePoint]:
             seconds = store.seconds_after(steps)
             points = {step: seconds.get(step, math.nan) for step in steps}
-            return store.thinned_points(points, query.columns, step_range)
+            return store.thinned_points(points, query.columns, within_steps)
 
         curves: dict[str, dict[str, list[Any]]] = {}
         for name in query.name:
             points = evaluated.get(name)
             if points is not None:
-                curves[name] = _as_columns(store.thinned_points(points, query.columns, step_range))
+                curves[name] = _as_columns(
+                    store.thinned_points(points, query.columns, within_steps)
+                )
             else:
-                curves[name] = _as_columns(store.thinned_curve(name, query.columns, step_range))
+                curves[name] = _as_columns(store.thinned_curve(name, query.columns, within_steps))
             if query.times and points is not None:
                 curves[name]["time"] = [bucket.mean for bucket in when_evaluated(points)]
             elif query.times:
-                times = store.thinned_times(query.columns, step_range, name)
+                times = store.thinned_times(query.columns, within_steps, name)
                 curves[name]["time"] = [bucket.mean for bucket in times]
         data: dict[str, Any] = {"runs": curves}
         if query.total:
-            data["totals"] = _as_columns(store.thinned_sum(query.total, query.columns, step_range))
+            data["totals"] = _as_columns(
+                store.thinned_sum(query.total, query.columns, within_steps)
+            )
         if query.times:
             only_evaluations = len(of_evaluations) == len(query.name) and not query.total
             times = (
                 when_evaluated(steps)
                 if only_evaluations
-                else store.thinned_times(query.columns, step_range)
+                else store.thinned_times(query.columns, within_steps)
             )
             data["times"] = _as_columns(times)
         return data

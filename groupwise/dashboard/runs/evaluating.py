@@ -198,17 +198,17 @@ def compare(visit: Visit) -> Page:
     # pass@k over k of both, if both measured several k
     metrics = {metric.name: metric for metric in comparison.metrics}
     metrics_by_k = pass_at_k_names(metrics)
-    pass_metrics = (
+    curve_metrics = (
         [metrics[name] for name in metrics_by_k.values()] if len(metrics_by_k) >= 2 else []
     )
-    unknown = [None] * len(pass_metrics)
+    unknown = [None] * len(curve_metrics)
     pass_at = [
         {"label": side, "k": list(metrics_by_k), "y": values, "low": unknown, "high": unknown}
         for side, values in (
-            ("A", [metric.a for metric in pass_metrics]),
-            ("B", [metric.b for metric in pass_metrics]),
+            ("A", [metric.a for metric in curve_metrics]),
+            ("B", [metric.b for metric in curve_metrics]),
         )
-        if pass_metrics
+        if curve_metrics
     ]
     list_page = paginate(comparison.changed, query.page, PER_PAGE)
     data = {

@@ -22,7 +22,17 @@ T = TypeVar("T")
 Document = dict[str, Any]
 LOCK_TIMEOUT, TIMEOUT = 5.0, 10.0
 """Seconds that a page waits for other pages' requests, and for an answer of the API."""
-VOLATILE_KEYS = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
+VOLATILE_KEYS = frozenset(
+    {
+        "time",
+        "seen_at",
+        "silent_seconds",
+        "oldest_waiting_seconds",
+        "last_polled",
+        "observed_at",
+        "facts",
+    }
+)
 """Keys whose values change every second and do not count as news."""
 
 

@@ -89,7 +89,7 @@ INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _LoadedRun:
     """An open run and the parts that it was built from."""
 
     run: ServedRun
@@ -115,12 +115,12 @@ class EngineCore:
     """A `groupwise.server.engine.engine_protocol.Engine` whose model and run are in this process."""
 
     def __init__(self) -> None:
-        self._opened: _Open | None = None
+        self._opened: _LoadedRun | None = None
         self._scope = AsyncExitStack()
         self._sampled_tokens = 0
         self._fresh_tokens = 0
         """Tokens sampled since the last step."""
-        self._undone: dict[int, dict[str, float]] = {}
+        self._undone_metrics: dict[int, dict[str, float]] = {}
         """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
         """Step count of the oldest checkpoint that is kept; 0 if there is none."""
@@ -128,12 +128,12 @@ class EngineCore:
         """Models trained alongside the run, or without one."""
         self.parts = EngineParts(self._scope)
         """Sampler and learner for a training loop in another process, in an engine without a run."""
-        self._turn = asyncio.Lock()
+        self._run_lock = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
     async def open(self, order: OpenRun) -> Opened:
         """See `Engine.open`. Only once: another run gets another engine."""
-        async with self._turn:
+        async with self._run_lock:
             assert self._opened is None, "an engine hosts one run; a new run gets a new engine"
             try:
                 return await self._open(order)
@@ -147,12 +147,12 @@ class EngineCore:
         build.expect_ranks(loaded.config)
         self._scope.callback(prefork.give_up)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
-        manifests, self._undone = _committed_steps(point)
+        manifests, self._undone_metrics = _committed_steps(point)
         if point is not None:
             loaded = with_start_of(loaded, point)
-        prepared = _prepare(loaded, order.longest_prompt)
+        prepared = _prepare_run(loaded, order.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
-        folder, prepared = self._folder(prepared, point)
+        folder, prepared = self._open_run_folder(prepared, point)
         config = prepared.config
         publications = build.publication_folder(folder.path, build.publication_bytes(config))
         self._scope.callback(build.remove_publications, publications)
@@ -169,7 +169,7 @@ class EngineCore:
         await publish(run, run.policy.version)
         run.gate.open()
         progress.phase("ready")
-        self._opened = _Open(
+        self._opened = _LoadedRun(
             run,
             prepared,
             parts,
@@ -178,7 +178,7 @@ class EngineCore:
             max(map(len, run.tokenizer.get_vocab())),
             time.perf_counter(),
         )
-        self._look_for_checkpoints()
+        self._note_oldest_checkpoint()
         inexact = None
         if prepared.layout.device != "cpu":
             inexact = f"steps taken again on {prepared.layout.device} differ in their last bits"
@@ -198,7 +198,7 @@ class EngineCore:
             inexact=inexact,
         )
 
-    def _folder(
+    def _open_run_folder(
         self, prepared: _Prepared, point: ResumePoint | None
     ) -> tuple[RunFolder, _Prepared]:
         """The run's folder, locked until the engine ends. The adapter that a new run starts from is copied into it."""
@@ -240,7 +240,7 @@ class EngineCore:
         )
 
     @property
-    def _current(self) -> _Open:
+    def _current(self) -> _LoadedRun:
         if self._opened is None:
             raise UsageError("No run is open in this engine.")
         return self._opened
@@ -250,8 +250,8 @@ class EngineCore:
     async def sample(self, order: SampleOrder) -> Sampled:
         """See `Engine.sample`."""
         run = self._current.run
-        ids = self._ids(order)
-        params = self._params(order, len(ids))
+        ids = self._prompt_ids(order)
+        params = self._sampling_params(order, len(ids))
         training = run.config.training
         seed, draw = training.seed, order.draw
         if order.sampling.seed is not None:  # the same completions, for any draw
@@ -291,7 +291,7 @@ class EngineCore:
         tokenizer = self._current.run.tokenizer
         return tuple(render_prompt(tokenizer, [token]) for token in token_ids)
 
-    def _ids(self, order: SampleOrder) -> tuple[int, ...]:
+    def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
         prompt, current = order.prompt, self._current
         longest = current.longest_prompt
@@ -331,7 +331,7 @@ class EngineCore:
             )
         return ids
 
-    def _params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
+    def _sampling_params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
         """The run's sampling settings, overridden by those of the order. Raises UsageError for impossible combinations."""
         current, wanted = self._current, order.sampling
         if order.trains:
@@ -367,7 +367,7 @@ class EngineCore:
 
     async def step(self, plan: Plan) -> StepDone:
         """See `Engine.step`."""
-        async with self._turn:
+        async with self._run_lock:
             run = self._current.run
             if plan.step != run.step:
                 raise UsageError(
@@ -388,26 +388,26 @@ class EngineCore:
 
     def _save(self) -> None:
         save_checkpoint(self._current.run)
-        self._look_for_checkpoints()
+        self._note_oldest_checkpoint()
 
-    def _look_for_checkpoints(self) -> None:
+    def _note_oldest_checkpoint(self) -> None:
         found_checkpoints = checkpoints.complete(self._current.run.folder.checkpoints)
         self._oldest = found_checkpoints[0].step if found_checkpoints else 0
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
         """See `Engine.metrics_of`."""
-        return self._undone.get(step) or self._current.run.folder.store.step_metrics(step)
+        return self._undone_metrics.get(step) or self._current.run.folder.store.step_metrics(step)
 
     async def save(self) -> Saved:
         """See `Engine.save`."""
-        async with self._turn:
+        async with self._run_lock:
             run = self._current.run
             self._save()
             return Saved(run.step, str(run.folder.checkpoints / f"step-{run.step}"))
 
     async def close_run(self, finished: bool) -> str:
         """See `Engine.close_run`."""
-        async with self._turn:
+        async with self._run_lock:
             current = self._current
             run = current.run
             self._save()
@@ -485,7 +485,7 @@ def _committed_steps(
         return steps, {step: store.step_metrics(step) for step in undone}
 
 
-def _prepare(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
+def _prepare_run(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     """Check everything in a config that can be wrong before the model is loaded."""
     config = loaded.config
     check_start(loaded)

@@ -45,11 +45,11 @@ class SavedFolders:
 
     def place(self, stored: Stored) -> Path:
         """Path of its folder, which need not exist."""
-        return self._of(stored.model) / stored.kind / stored.name
+        return self._model_folder(stored.model) / stored.kind / stored.name
 
-    def automatic(self, model: str, call: int) -> Path:
+    def automatic_path(self, model: str, call: int) -> Path:
         """Path of the state after a call, which need not exist."""
-        return self._of(model) / AUTOMATIC / f"{call:09d}"
+        return self._model_folder(model) / AUTOMATIC / f"{call:09d}"
 
     def read(self, stored: Stored) -> Saved:
         """Read its description; raises UsageError if it is missing."""
@@ -59,7 +59,7 @@ class SavedFolders:
         except FileNotFoundError:
             raise UsageError(
                 f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}. It has saved: "
-                f"{', '.join(self._names(stored)) or 'nothing of this kind'}."
+                f"{', '.join(self._saved_names(stored)) or 'nothing of this kind'}."
             ) from None
         return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
 
@@ -83,7 +83,7 @@ class SavedFolders:
         """Delete the automatic states of a model. With `before`, only those of earlier calls are deleted, and so many stay that
         `AUTOMATIC_KEPT` remain, counting the state of that call.
         """
-        folder = self._of(model) / AUTOMATIC
+        folder = self._model_folder(model) / AUTOMATIC
         if before is None:
             shutil.rmtree(folder, ignore_errors=True)
             return
@@ -91,11 +91,11 @@ class SavedFolders:
         for path in older[: max(0, len(older) - (AUTOMATIC_KEPT - 1))]:
             atomic_files.remove_folder(path)
 
-    def _of(self, model: str) -> Path:
+    def _model_folder(self, model: str) -> Path:
         return self._root / model.replace(":", "_")
 
-    def _names(self, stored: Stored) -> list[str]:
-        folder = self._of(stored.model) / stored.kind
+    def _saved_names(self, stored: Stored) -> list[str]:
+        folder = self._model_folder(stored.model) / stored.kind
         return sorted(
             path.name for path in folder.glob("[A-Za-z0-9]*") if (path / DESCRIPTION).is_file()
         )

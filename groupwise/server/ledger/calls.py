@@ -161,7 +161,7 @@ def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
         )
 
 
-def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
+def calls_to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
     """Kind and content of the calls after this number that changed the model, in order."""
     rows = transaction.all(
         """SELECT kind, content FROM verb_calls

@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.transaction import LARGEST_INTEGER, Transaction
 
-KEPT = 10_000
+MAX_EVENTS = 10_000
 """Number of events kept; a client that was away for longer reads the status again."""
 
 
@@ -35,7 +35,7 @@ def add_event(transaction: Transaction, run: str | None, kind: str, data: Mappin
     added = transaction.insert(
         "events", run=run, kind=kind, data=pack_json(data), at=transaction.now
     )
-    transaction.execute("DELETE FROM events WHERE id <= ?", (added - KEPT,))
+    transaction.execute("DELETE FROM events WHERE id <= ?", (added - MAX_EVENTS,))
     return added
 
 

@@ -61,7 +61,7 @@ TABLE: dict[State, dict[Event, State]] = {
 }
 """State -> event -> next state. Missing entries are impossible transitions."""
 
-ENDS: tuple[State, ...] = tuple(state for state, events in TABLE.items() if not events)
+FINAL_STATES: tuple[State, ...] = tuple(state for state, events in TABLE.items() if not events)
 """The final states."""
 
 

@@ -17,7 +17,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.types import Group, Prompt, from_json, to_json
 from groupwise.runs.encoding import label
 from groupwise.server.ledger.group_states import TABLE, State, after, before
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.schema import FREE, sql_list
 from groupwise.server.ledger.transaction import Row, Transaction
 
@@ -87,7 +87,7 @@ def add_groups(
 
     Refuses with `draw_taken` if a living group has one of the draws, with `finished` if the run has ended meanwhile.
     """
-    need_active(transaction, run)
+    require_active(transaction, run)
     for new in groups:
         need_free_draw(transaction, run, new.group.draw)
         transaction.insert(
@@ -120,7 +120,7 @@ def read_group(transaction: Transaction, group: str) -> GroupRow:
     row = transaction.first(f"SELECT {_COLUMNS} FROM groups WHERE id = ?", (label(group),))
     if row is None:
         raise Refusal("unknown_group", f"no group of this server has the id {group[:80]!r}.")
-    return _group(row)
+    return _group_row(row)
 
 
 def read_record(transaction: Transaction, group: str) -> bytes | None:
@@ -131,9 +131,9 @@ def read_record(transaction: Transaction, group: str) -> bytes | None:
 def groups_in(transaction: Transaction, run: str, states: Sequence[State]) -> list[GroupRow]:
     """The run's groups in these states, in the order in which their rewards were accepted; groups without rewards are sorted by draw."""
     return [
-        _group(row)
+        _group_row(row)
         for row in transaction.all(
-            f"SELECT {_COLUMNS} FROM groups WHERE run = ? AND state IN ({_marks(states)}) ORDER BY accepted, draw",
+            f"SELECT {_COLUMNS} FROM groups WHERE run = ? AND state IN ({_placeholders(states)}) ORDER BY accepted, draw",
             (run, *states),
         )
     ]
@@ -145,9 +145,9 @@ LIVING: tuple[State, ...] = ("open", "rewarded", "held", "planned")
 
 def living(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
     """The run's groups that have not ended, oldest first."""
-    return _rows(
+    return _select_groups(
         transaction,
-        f"run = ? AND state IN ({_marks(LIVING)}) ORDER BY opened_at, draw LIMIT ?",
+        f"run = ? AND state IN ({_placeholders(LIVING)}) ORDER BY opened_at, draw LIMIT ?",
         (run, *LIVING, most),
     )
 
@@ -157,7 +157,7 @@ def count_groups(
 ) -> dict[State, int]:
     """Number of the run's groups in each of these states."""
     counted = transaction.all(
-        f"SELECT state, count(*) FROM groups WHERE run = ? AND state IN ({_marks(states)}) GROUP BY state",
+        f"SELECT state, count(*) FROM groups WHERE run = ? AND state IN ({_placeholders(states)}) GROUP BY state",
         (run, *states),
     )
     numbers: dict[State, int] = dict(counted)
@@ -173,7 +173,7 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
                  accepted DESC, rowid DESC""",
         (content_hash(echo), run, transaction.uptime, transaction.uptime),
     )
-    for row in map(_group, rows):
+    for row in map(_group_row, rows):
         record = None if echo.completion_tokens is None else read_record(transaction, row.id)
         if record is None:  # tokens are not sent, or no longer stored
             return row
@@ -202,7 +202,7 @@ def give_up(transaction: Transaction, group: str) -> GroupRow:
 
 def expire_overdue(transaction: Transaction) -> list[GroupRow]:
     """End all open groups, of every run, whose lease has expired; returns them."""
-    overdue = _rows(
+    overdue = _select_groups(
         transaction, "state = 'open' AND lease_end <= ? ORDER BY lease_end", (transaction.uptime,)
     )
     move(transaction, overdue, after("open", "expire"))
@@ -212,9 +212,9 @@ def expire_overdue(transaction: Transaction) -> list[GroupRow]:
 def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[GroupRow]:
     """End the run's waiting and held groups that were sampled at a step before `sampled_before`; returns them with their earlier states."""
     states = before("go_stale")
-    outrun = _rows(
+    outrun = _select_groups(
         transaction,
-        f"run = ? AND state IN ({_marks(states)}) AND sampled_step < ? ORDER BY accepted",
+        f"run = ? AND state IN ({_placeholders(states)}) AND sampled_step < ? ORDER BY accepted",
         (run, *states, sampled_before),
     )
     reason = f"sampled before step {sampled_before}"
@@ -286,18 +286,18 @@ def need_free_draw(transaction: Transaction, run: str, draw: int) -> None:
         )
 
 
-def _rows(transaction: Transaction, condition: str, values: Row) -> list[GroupRow]:
+def _select_groups(transaction: Transaction, condition: str, values: Row) -> list[GroupRow]:
     return [
-        _group(row)
+        _group_row(row)
         for row in transaction.all(f"SELECT {_COLUMNS} FROM groups WHERE {condition}", values)
     ]
 
 
-def _marks(values: Sequence[object]) -> str:
+def _placeholders(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _group(row: Row) -> GroupRow:
+def _group_row(row: Row) -> GroupRow:
     values = dict(zip(_FIELDS, row, strict=True))
     values["prompt"] = json.loads(values["prompt"])
     if values["rewards"] is not None:

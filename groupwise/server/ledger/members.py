@@ -19,7 +19,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.groups import GroupRow, read_group
 from groupwise.server.ledger.rewards import Include, Post, Posted, accept_rewards
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
 GRACE = 1.0
@@ -128,21 +128,21 @@ def accept(transaction: Transaction, run: str, post: Post) -> Posted:
     whole = replace(post, group=meant.group)
     if meant.member is not None:
         return _accept_one(transaction, run, whole, meant.member)
-    for place, (reward, _) in _rewards(transaction, meant.group).items():
+    for place, (reward, _) in _member_rewards(transaction, meant.group).items():
         if place < len(post.rewards) and post.rewards[place] != reward:
-            raise _other(f"{meant.group}-{place}", reward)
+            raise _already_rewarded(f"{meant.group}-{place}", reward)
     return accept_rewards(transaction, run, whole)
 
 
 def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> Posted:
-    row = _check_given(transaction, post, member)
+    row = _handed_out_group(transaction, post, member)
     before = transaction.first(
         "SELECT reward, answer FROM member_rewards WHERE id = ? AND member = ?", (row.id, member)
     )
     if before is not None:
         reward, answer = before
         if reward != post.rewards[0]:
-            raise _other(f"{row.id}-{member}", reward)
+            raise _already_rewarded(f"{row.id}-{member}", reward)
         return Posted(row.id, False, row.state, unpack_json(answer))
     if row.rewards is not None and row.rewards[member] == post.rewards[0]:
         return Posted(row.id, False, row.state, dict(post.answer))
@@ -155,12 +155,12 @@ def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> 
         include=post.include,
         answer=pack_json(post.answer),
     )
-    if len(_rewards(transaction, row.id)) == row.members:
-        row = _complete(transaction, run, row)
+    if len(_member_rewards(transaction, row.id)) == row.members:
+        row = _reward_group(transaction, run, row)
     return Posted(row.id, True, row.state, dict(post.answer))
 
 
-def _check_given(transaction: Transaction, post: Post, member: int) -> GroupRow:
+def _handed_out_group(transaction: Transaction, post: Post, member: int) -> GroupRow:
     """The group of a member that was handed out to a call."""
     group = str(post.group)
     given = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
@@ -180,8 +180,8 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
             "group_given_up", f"group {row.id} was given up; no rewards are taken for it."
         )
     if row.rewards is not None:
-        raise _other(f"{row.id}-{member}", row.rewards[member])
-    need_active(transaction, row.run)
+        raise _already_rewarded(f"{row.id}-{member}", row.rewards[member])
+    require_active(transaction, row.run)
     if row.state == "expired" or row.lease_end <= transaction.uptime:
         raise Refusal(
             "lease_expired",
@@ -189,9 +189,9 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
         )
 
 
-def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
+def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
     """Reward the group with its members' rewards; members without one count as failed."""
-    found = _rewards(transaction, row.id)
+    found = _member_rewards(transaction, row.id)
     rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
     is_held = any(include == "hold" for _, include in found.values())
     include: Include = "hold" if is_held else "next"
@@ -220,18 +220,20 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
         lease_end = transaction.uptime + GRACE
         transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
         row = read_group(transaction, group)
-        settled.append(_complete(transaction, row.run, row))
+        settled.append(_reward_group(transaction, row.run, row))
     return settled
 
 
-def _rewards(transaction: Transaction, group: str) -> dict[int, tuple[float | None, Include]]:
+def _member_rewards(
+    transaction: Transaction, group: str
+) -> dict[int, tuple[float | None, Include]]:
     found = transaction.all(
         "SELECT member, reward, include FROM member_rewards WHERE id = ?", (group,)
     )
     return {member: (reward, include) for member, reward, include in found}
 
 
-def _other(completion: str, reward: float | None) -> Refusal:
+def _already_rewarded(completion: str, reward: float | None) -> Refusal:
     return Refusal(
         "already_rewarded",
         f"another reward was accepted for {completion} before: {'null' if reward is None else reward}. That one stands.",

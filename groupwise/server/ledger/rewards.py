@@ -16,7 +16,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.group_states import State, after
 from groupwise.server.ledger.groups import Echo, GroupRow, matching, read_group
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
 Include = Literal["next", "hold"]
@@ -85,7 +85,7 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
 
 
 def _accept_first(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
-    need_active(transaction, group.run)
+    require_active(transaction, group.run)
     if group.state == "expired" or group.lease_end <= transaction.uptime:
         raise Refusal(
             "lease_expired",
@@ -110,7 +110,7 @@ def _accept_again(transaction: Transaction, group: GroupRow, post: Post) -> Post
             f"other rewards were accepted for group {group.id} before: {json.dumps(group.rewards)}. Those stand.",
         )
     if group.state == "held" and post.include == "next":
-        need_active(transaction, group.run)
+        require_active(transaction, group.run)
         state = after(group.state, "release")
         transaction.execute(
             "UPDATE groups SET state = ?, answer = ? WHERE id = ?",

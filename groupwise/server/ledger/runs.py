@@ -79,18 +79,20 @@ def read_run(transaction: Transaction, run: str) -> RunRow:
         raise Refusal(
             "unknown_run", f"there is no run {run!r} on this server; its runs are: {known}."
         )
-    return _run(row)
+    return _run_row(row)
 
 
 def active_run(transaction: Transaction) -> RunRow | None:
     """The run that groups are sampled for; None if there is none."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE state = 'active'")
-    return None if row is None else _run(row)
+    return None if row is None else _run_row(row)
 
 
 def list_runs(transaction: Transaction) -> list[RunRow]:
     """All runs, in the order in which they were started."""
-    return [_run(row) for row in transaction.all(f"SELECT {_COLUMNS} FROM runs ORDER BY position")]
+    return [
+        _run_row(row) for row in transaction.all(f"SELECT {_COLUMNS} FROM runs ORDER BY position")
+    ]
 
 
 def go_on(
@@ -135,7 +137,7 @@ def new_incarnation(transaction: Transaction, run: str) -> int:
     return read_run(transaction, run).incarnation
 
 
-def need_active(transaction: Transaction, run: str) -> None:
+def require_active(transaction: Transaction, run: str) -> None:
     """Refuse with `finished` if the run is not the active one."""
     row = read_run(transaction, run)
     if row.state != "active":
@@ -146,17 +148,17 @@ def need_active(transaction: Transaction, run: str) -> None:
         )
 
 
-def _run(row: Row) -> RunRow:
+def _run_row(row: Row) -> RunRow:
     run, folder, settings, config, *rest, tokenizer = row
     read = unpack_json(settings), unpack_json(config)
-    return RunRow(run, folder, *read, *rest, tokenizer=_tokenizer(tokenizer))
+    return RunRow(run, folder, *read, *rest, tokenizer=_unpack_tokenizer(tokenizer))
 
 
 def _pack_tokenizer(tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is None else pack_json(asdict(tokenizer))
 
 
-def _tokenizer(packed: str | None) -> Tokenizer | None:
+def _unpack_tokenizer(packed: str | None) -> Tokenizer | None:
     if packed is None:
         return None
     facts = unpack_json(packed)

@@ -37,11 +37,11 @@ def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
         hash=tokenizer.hash,
         chat_template=template.read_text() if template.is_file() else facts.get("chat_template"),
         tokenizer_json=text.read_text() if text.is_file() else None,
-        special_tokens={role: _content(facts[role]) for role in ROLES if facts.get(role)},
+        special_tokens={role: _token_text(facts[role]) for role in ROLES if facts.get(role)},
         stop_token_ids=list(tokenizer.stop_token_ids),
     )
 
 
-def _content(token: Any) -> str:
+def _token_text(token: Any) -> str:
     """Text of a special token, given as a string or as an object with `content`."""
     return token if isinstance(token, str) else str(token["content"])

@@ -25,7 +25,7 @@ from groupwise.api.schemas.openai import (
     Usage,
 )
 from groupwise.core.plugins import printable
-from groupwise.server.openai.completed import Completed, Written
+from groupwise.server.openai.completed import Completed, CompletionChoice
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
@@ -37,7 +37,7 @@ INCOMPLETE = "\ufffd"
 
 def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """The complete response, without streaming."""
-    common: dict[str, Any] = {**_about(kind, completed), "usage": _usage(completed)}
+    common: dict[str, Any] = {**_response_metadata(kind, completed), "usage": _usage(completed)}
     if kind == "text":
         texts = [
             TextChoice(
@@ -52,7 +52,7 @@ def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
         return TextCompletion(**common, choices=texts)
     chats: list[ChatChoice] = []
     for place, choice in enumerate(completed.choices):
-        calls = _calls(completed.id, place, choice)
+        calls = _tool_calls(completed.id, place, choice)
         content = None if calls and not choice.text else choice.text
         chats.append(
             ChatChoice(
@@ -66,7 +66,7 @@ def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     return ChatCompletion(**common, choices=chats)
 
 
-def _about(kind: Kind, completed: Completed) -> dict[str, Any]:
+def _response_metadata(kind: Kind, completed: Completed) -> dict[str, Any]:
     return {
         "id": PREFIX[kind] + completed.id,
         "created": int(completed.created),
@@ -84,7 +84,7 @@ def _usage(completed: Completed) -> Usage:
     )
 
 
-def _calls(id: str, place: int, choice: Written) -> list[ToolCallData]:
+def _tool_calls(id: str, place: int, choice: CompletionChoice) -> list[ToolCallData]:
     return [
         ToolCallData(
             id=f"call_{id}-{place}-{number}",
@@ -97,7 +97,7 @@ def _calls(id: str, place: int, choice: Written) -> list[ToolCallData]:
     ]
 
 
-def _chat_logprobs(choice: Written) -> ChatLogprobs | None:
+def _chat_logprobs(choice: CompletionChoice) -> ChatLogprobs | None:
     if choice.token_texts is None:
         return None
     return ChatLogprobs(
@@ -112,7 +112,7 @@ def _chat_logprobs(choice: Written) -> ChatLogprobs | None:
     )
 
 
-def _text_logprobs(choice: Written) -> TextLogprobs | None:
+def _text_logprobs(choice: CompletionChoice) -> TextLogprobs | None:
     if choice.token_texts is None:
         return None
     lengths = accumulate(map(len, choice.token_texts), initial=0)
@@ -122,7 +122,7 @@ def _text_logprobs(choice: Written) -> TextLogprobs | None:
     )
 
 
-class Pieces:
+class StreamEncoder:
     """The encoded chunks of one stream."""
 
     def __init__(self, kind: Kind, model: str, created: int, *, usage: bool) -> None:
@@ -138,40 +138,42 @@ class Pieces:
         self._id = PREFIX[self._kind] + id
         if self._kind == "chat":
             for place in range(choices):
-                yield self._piece([self._choice(place, "", role="assistant")])
+                yield self._encode_chunk([self._choice_delta(place, "", role="assistant")])
 
     def more(self, place: int, text: str) -> bytes:
         """A chunk with more text of a choice."""
-        return self._piece([self._choice(place, text)])
+        return self._encode_chunk([self._choice_delta(place, text)])
 
     def end(self, completed: Completed) -> Iterator[bytes]:
         """The final chunk of each choice, then the end of the stream."""
-        about = _about(self._kind, completed)
+        about = _response_metadata(self._kind, completed)
         for place, choice in enumerate(completed.choices):
             logprobs = _chat_logprobs(choice) if self._kind == "chat" else _text_logprobs(choice)
             ended = {
-                **self._choice(place, ""),
+                **self._choice_delta(place, ""),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids,
                 "logprobs": None if logprobs is None else logprobs.model_dump(),
             }
             if self._kind == "chat":
                 ended["delta"] = {}
-                for number, call in enumerate(_calls(completed.id, place, choice)):
+                for number, call in enumerate(_tool_calls(completed.id, place, choice)):
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
-                    yield self._piece([{**self._choice(place, ""), "delta": delta}])
-            yield self._piece([ended], about)
+                    yield self._encode_chunk([{**self._choice_delta(place, ""), "delta": delta}])
+            yield self._encode_chunk([ended], about)
         if self._usage:
-            yield self._piece([], {**about, "usage": _usage(completed).model_dump()})
+            yield self._encode_chunk([], {**about, "usage": _usage(completed).model_dump()})
         yield DONE
 
-    def _choice(self, place: int, text: str, **delta: str) -> dict[str, Any]:
+    def _choice_delta(self, place: int, text: str, **delta: str) -> dict[str, Any]:
         if self._kind == "text":
             return {"index": place, "text": text, "logprobs": None, "finish_reason": None}
         delta = {**delta, "content": text}
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _piece(self, choices: list[dict[str, Any]], about: dict[str, Any] | None = None) -> bytes:
+    def _encode_chunk(
+        self, choices: list[dict[str, Any]], about: dict[str, Any] | None = None
+    ) -> bytes:
         piece: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion.chunk" if self._kind == "chat" else "text_completion",

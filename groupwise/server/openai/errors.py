@@ -86,7 +86,7 @@ async def _send_error(send: Send, start: Message, problem: Problem) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def as_documented(document: dict[str, Any]) -> None:
+def document_errors(document: dict[str, Any]) -> None:
     """In an OpenAPI document, replace the problem responses of the /v1 routes by OpenAI's errors."""
     schemas = ErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
     document["components"]["schemas"].update(schemas.pop("$defs"))
@@ -94,10 +94,10 @@ def as_documented(document: dict[str, Any]) -> None:
     for path, operations in document["paths"].items():
         if path.startswith(PREFIX):
             for operation in operations.values():
-                operation["responses"] = _as_errors(operation["responses"])
+                operation["responses"] = _error_responses(operation["responses"])
 
 
-def _as_errors(responses: dict[str, Any]) -> dict[str, Any]:
+def _error_responses(responses: dict[str, Any]) -> dict[str, Any]:
     errors: dict[str, Any] = {}
     for status, response in responses.items():
         if MEDIA_TYPE not in response.get("content", {}):

@@ -32,15 +32,15 @@ from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import Ask
+from groupwise.server.openai.asking import GenerationRequest
 from groupwise.server.openai.completed import (
     Completed,
+    CompletionChoice,
     TokenTexts,
-    Written,
-    showable_of,
+    streamable_text,
     write_completion,
 )
-from groupwise.server.openai.storing import Keeping, Kept, Render
+from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
@@ -69,7 +69,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """More text of one choice, in a stream."""
 
     choice: int
@@ -77,7 +77,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StreamStarted:
     """The first item of a stream, with its id; sent just before the first text."""
 
     id: str
@@ -115,14 +115,14 @@ class OpenAIService:
         self._draws = itertools.count(MAX_DRAW)
         """Draws for completions that are only sampled: above the largest draw of groups."""
         self._sampling = 0
-        self._turns: dict[Gathering, tuple[asyncio.Lock, int]] = {}
+        self._gathering_locks: dict[Gathering, tuple[asyncio.Lock, int]] = {}
         """For each gathering a lock and the number of calls that use it."""
 
     # --- models ----------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelData]:
         """The models now served: the newest policy, under its versioned name and as `latest`. Empty if nothing is served."""
-        now = self._now()
+        now = self._run_status()
         if now is None:
             return []
         run_row = await self._ledger.do(runs.read_run, now.run)
@@ -133,7 +133,7 @@ class OpenAIService:
                 owned_by=now.run,
                 fingerprint=now.policy.fingerprint,
             )
-            for name in _names(now)
+            for name in _model_names(now)
         ]
 
     async def model(self, name: str) -> ModelData:
@@ -143,7 +143,7 @@ class OpenAIService:
                 return model
         raise self._unknown_model(name)
 
-    def _now(self) -> RunStatus | None:
+    def _run_status(self) -> RunStatus | None:
         try:
             return self._host.active().now
         except Refusal as refusal:
@@ -152,8 +152,8 @@ class OpenAIService:
             return None
 
     def _unknown_model(self, name: str) -> Refusal:
-        now = self._now()
-        there = "none, because no run is active" if now is None else ", ".join(_names(now))
+        now = self._run_status()
+        there = "none, because no run is active" if now is None else ", ".join(_model_names(now))
         return Refusal(
             "unknown_model",
             f"no policy is served under the name {name[:200]!r}. There are: {there}. An older one can be had as files (GET /model).",
@@ -161,11 +161,15 @@ class OpenAIService:
 
     # --- completions -----------------------------------------------------------------------------
 
-    async def answer(self, ask: Ask, caller: Caller, render: Render) -> StoredResponse:
+    async def answer(
+        self, ask: GenerationRequest, caller: Caller, render: Render
+    ) -> StoredResponse:
         """The complete response. Stored completions are on disk before it is returned."""
         return (await self._sample_and_store(ask, caller, render, _Progress())).answer
 
-    async def stream(self, ask: Ask, caller: Caller) -> AsyncGenerator[Begun | Piece | Completed]:
+    async def stream(
+        self, ask: GenerationRequest, caller: Caller
+    ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
         """Yields `Begun`, then texts as they are written, then the complete result. Stored completions are on disk before the last item.
 
         Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
@@ -173,22 +177,22 @@ class OpenAIService:
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._sample_and_store(ask, caller, _nothing, progress))
+        work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
         begun = False
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
-                texts = [showable_of(text, ask) for text in await progress.texts()]
+                texts = [streamable_text(text, ask) for text in await progress.texts()]
                 if any(texts) and not begun:
                     begun = True
-                    yield Begun(progress.id)
-                for piece in _news(texts_sent, texts):
+                    yield StreamStarted(progress.id)
+                for piece in _text_deltas(texts_sent, texts):
                     yield piece
             completed = work.result().completed
             assert completed is not None, "it does not name itself"
             if not begun:
-                yield Begun(completed.id)
-            for piece in _news(texts_sent, [choice.text for choice in completed.choices]):
+                yield StreamStarted(completed.id)
+            for piece in _text_deltas(texts_sent, [choice.text for choice in completed.choices]):
                 yield piece
             yield completed
         finally:
@@ -196,32 +200,36 @@ class OpenAIService:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _sample_and_store(
-        self, ask: Ask, caller: Caller, render: Render, progress: _Progress
-    ) -> Kept:
+        self, ask: GenerationRequest, caller: Caller, render: Render, progress: _Progress
+    ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        if ask.model not in _names(conductor.now):
+        if ask.model not in _model_names(conductor.now):
             raise self._unknown_model(ask.model)
-        keeping = Keeping(caller, conductor.request.lease_seconds, render)
+        keeping = StoreOptions(caller, conductor.request.lease_seconds, render)
         if not ask.store:
-            return await self._only_sampled(ask, conductor, keeping, progress)
+            return await self._sample_only(ask, conductor, keeping, progress)
         if ask.gather is None:
-            return await self._group(ask, ask.n, None, conductor, keeping, progress)
+            return await self._sample_group(ask, ask.n, None, conductor, keeping, progress)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
         common = ask.hash_with(size)
         name = f"same:{common}" if ask.gather.name is None else f"name:{ask.gather.name}"
         gathering = Gathering(conductor.now.run, caller.key_id, name, common)
-        async with self._turn(gathering):
-            kept = await self._member(ask, gathering, conductor, keeping)
+        async with self._one_at_a_time(gathering):
+            kept = await self._next_member(ask, gathering, conductor, keeping)
             if kept is None:
-                kept = await self._group(ask, size, gathering, conductor, keeping, progress)
+                kept = await self._sample_group(ask, size, gathering, conductor, keeping, progress)
             return kept
 
     # --- completions that are only sampled --------------------------------------------------------
 
-    async def _only_sampled(
-        self, ask: Ask, conductor: Conductor, keeping: Keeping, progress: _Progress
-    ) -> Kept:
+    async def _sample_only(
+        self,
+        ask: GenerationRequest,
+        conductor: Conductor,
+        keeping: StoreOptions,
+        progress: _Progress,
+    ) -> StoredCompletion:
         completions = len(ask.prompts) * ask.n
         if self._sampling and self._sampling + completions > MOST_SAMPLING:
             raise Refusal(
@@ -256,20 +264,20 @@ class OpenAIService:
             choices=tuple(await self._write_choices(ask, rollouts, conductor)),
         )
         if keeping.caller.answer_key is None:
-            return Kept(completed, keeping.render(completed))
+            return StoredCompletion(completed, keeping.render(completed))
         return await self._ledger.do(storing.keep_answer, keeping, completed)
 
     # --- stored completions -----------------------------------------------------------------------
 
-    async def _group(
+    async def _sample_group(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         size: int,
         gathering: Gathering | None,
         conductor: Conductor,
-        keeping: Keeping,
+        keeping: StoreOptions,
         progress: _Progress,
-    ) -> Kept:
+    ) -> StoredCompletion:
         """Sample and store a new group; with `gathering` the call gets only the first member."""
         group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
@@ -290,9 +298,13 @@ class OpenAIService:
             await conductor.recount()
             return stored
 
-    async def _member(
-        self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
-    ) -> Kept | None:
+    async def _next_member(
+        self,
+        ask: GenerationRequest,
+        gathering: Gathering,
+        conductor: Conductor,
+        keeping: StoreOptions,
+    ) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
         now = conductor.now
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
@@ -306,10 +318,10 @@ class OpenAIService:
         )
 
     @asynccontextmanager
-    async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
+    async def _one_at_a_time(self, gathering: Gathering) -> AsyncGenerator[None]:
         """Admit one call of a gathering at a time, so that the first can sample their group while the others wait."""
-        lock, calls = self._turns.get(gathering, (asyncio.Lock(), 0))
-        self._turns[gathering] = (lock, calls + 1)
+        lock, calls = self._gathering_locks.get(gathering, (asyncio.Lock(), 0))
+        self._gathering_locks[gathering] = (lock, calls + 1)
         try:
             async with asyncio.timeout(self._config.sampling_time_limit) as limit, lock:
                 limit.reschedule(None)  # the work inside has its own limits
@@ -317,17 +329,17 @@ class OpenAIService:
         except TimeoutError:
             raise Refusal("timed_out") from None
         finally:
-            lock, calls = self._turns[gathering]
+            lock, calls = self._gathering_locks[gathering]
             if calls == 1:
-                del self._turns[gathering]
+                del self._gathering_locks[gathering]
             else:
-                self._turns[gathering] = (lock, calls - 1)
+                self._gathering_locks[gathering] = (lock, calls - 1)
 
     # --- the engine -------------------------------------------------------------------------------
 
     async def _sample_orders(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         orders: Sequence[SampleOrder],
         shown: int,
         conductor: Conductor,
@@ -355,8 +367,8 @@ class OpenAIService:
         return list(found)
 
     async def _write_choices(
-        self, ask: Ask, rollouts: Sequence[Rollout], conductor: Conductor
-    ) -> list[Written]:
+        self, ask: GenerationRequest, rollouts: Sequence[Rollout], conductor: Conductor
+    ) -> list[CompletionChoice]:
         texts: Sequence[TokenTexts | None] = [None] * len(rollouts)
         if ask.logprobs:
             engine = conductor.engine
@@ -368,21 +380,21 @@ class OpenAIService:
         ]
 
 
-def _names(now: RunStatus) -> tuple[str, ...]:
+def _model_names(now: RunStatus) -> tuple[str, ...]:
     """Model names of the policy now served."""
     return f"{now.run}@{now.step}", LATEST
 
 
-def _news(texts_sent: list[str], texts: Sequence[str]) -> list[Piece]:
+def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]:
     """The text added since `texts_sent`, which is updated to include it."""
-    pieces: list[Piece] = []
+    pieces: list[TextDelta] = []
     for choice, text in enumerate(texts):
         if len(text) > len(texts_sent[choice]) and text.startswith(texts_sent[choice]):
-            pieces.append(Piece(choice, text[len(texts_sent[choice]) :]))
+            pieces.append(TextDelta(choice, text[len(texts_sent[choice]) :]))
             texts_sent[choice] = text
     return pieces
 
 
-def _nothing(_: Completed) -> StoredResponse:
+def _no_response(_: Completed) -> StoredResponse:
     """A stream needs no rendered response: `Pieces` encodes its chunks."""
     return StoredResponse(200, b"")

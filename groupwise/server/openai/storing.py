@@ -13,14 +13,14 @@ from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.openai.completed import Completed, Written
+from groupwise.server.openai.completed import Completed, CompletionChoice
 
 Render = Callable[[Completed], StoredResponse]
 """Builds the response sent to the client."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class StoreOptions:
     """How a request's completions are stored: for which caller, with which lease in seconds, and how the response is built."""
 
     caller: Caller
@@ -29,7 +29,7 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCompletion:
     """The stored result of a request."""
 
     completed: Completed | None
@@ -37,7 +37,9 @@ class Kept:
     answer: StoredResponse
 
 
-def keep_answer(transaction: Transaction, keeping: Keeping, completed: Completed) -> Kept:
+def keep_answer(
+    transaction: Transaction, keeping: StoreOptions, completed: Completed
+) -> StoredCompletion:
     """Store only the response, if the request has an Idempotency-Key; the completions themselves are not stored."""
     stored = _store_once(transaction, keeping, lambda: completed)
     assert stored is not None
@@ -49,10 +51,10 @@ def keep_group(
     run: str,
     group: str,
     sampled: Sampled,
-    choices: Sequence[Written],
+    choices: Sequence[CompletionChoice],
     gathering: Gathering | None,
-    keeping: Keeping,
-) -> Kept:
+    keeping: StoreOptions,
+) -> StoredCompletion:
     """Store a sampled group under this id. With `gathering` its members are handed out to one call each, and this call gets the first."""
 
     def work() -> Completed:
@@ -83,8 +85,12 @@ def next_member(
 
 
 def give_member(
-    transaction: Transaction, member: Member, prompt_tokens: int, choice: Written, keeping: Keeping
-) -> Kept | None:
+    transaction: Transaction,
+    member: Member,
+    prompt_tokens: int,
+    choice: CompletionChoice,
+    keeping: StoreOptions,
+) -> StoredCompletion | None:
     """Hand out the member to a call; None if another call got it, or the group ended, meanwhile."""
 
     def work() -> Completed | None:
@@ -101,7 +107,7 @@ def _completed_answer(
     row: GroupRow,
     member: int | None,
     prompt_tokens: int,
-    choices: Sequence[Written],
+    choices: Sequence[CompletionChoice],
 ) -> Completed:
     return Completed(
         id=row.id if member is None else f"{row.id}-{member}",
@@ -116,8 +122,8 @@ def _completed_answer(
 
 
 def _store_once(
-    transaction: Transaction, keeping: Keeping, work: Callable[[], Completed | None]
-) -> Kept | None:
+    transaction: Transaction, keeping: StoreOptions, work: Callable[[], Completed | None]
+) -> StoredCompletion | None:
     completed: Completed | None = None
 
     def answer() -> StoredResponse | None:
@@ -126,4 +132,4 @@ def _store_once(
         return None if completed is None else keeping.render(completed)
 
     found = run_idempotent(transaction, keeping.caller, answer)
-    return None if found is None else Kept(completed, found)
+    return None if found is None else StoredCompletion(completed, found)

@@ -52,14 +52,14 @@ class Files:
         """An existing folder; refuses with `unknown_file` if it is missing."""
         place = self.place(path)
         if not place.is_dir():
-            raise _not_there(path)
+            raise _unknown_file(path)
         return place
 
     def file(self, path: str) -> Path:
         """An existing file; refuses with `unknown_file` if it is missing."""
         place = self.place(path)
         if not place.is_file():
-            raise _not_there(path)
+            raise _unknown_file(path)
         return place
 
     def list(self, path: str) -> FolderAnswer:
@@ -101,7 +101,7 @@ class Files:
         place = self.place(path)
         with self._changing:
             if self._removed:
-                raise _not_there(path)
+                raise _unknown_file(path)
             if {path, *map(str, Path(path).parents)} & self._sealed.keys():
                 problem = "is in a folder that was loaded, which stays as it is; send it to another"
                 raise Refusal(
@@ -148,7 +148,7 @@ def _refusal_of(path: str, error: OSError) -> Refusal:
     )
 
 
-def _not_there(path: str) -> Refusal:
+def _unknown_file(path: str) -> Refusal:
     return Refusal(
         "unknown_file",
         f"There is no {path}: it was never sent, saved or published, or is kept no longer.",

@@ -75,10 +75,10 @@ async def events(
                 raw_data=event.model_dump_json(), event=event.kind, id=str(event.id)
             )
             after = event.id
-        await _next(serving, after)
+        await _wait_for_event(serving, after)
 
 
-async def _next(serving: Serving, after: int) -> None:
+async def _wait_for_event(serving: Serving, after: int) -> None:
     """Wait until there is another event, or the server shuts down."""
     waits: list[asyncio.Task[Any]] = [
         asyncio.create_task(serving.service.next_event(after, LONGEST_WAIT)),

@@ -31,11 +31,11 @@ from groupwise.api.schemas.openai import (
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.openai.answers import Kind, Pieces, event, whole
-from groupwise.server.openai.asking import StorageHeaders, ask_of
+from groupwise.server.openai.answers import Kind, StreamEncoder, event, whole
+from groupwise.server.openai.asking import StorageHeaders, parse_request
 from groupwise.server.openai.completed import Completed
-from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
-from groupwise.server.openai.service import Begun, OpenAIService, Piece
+from groupwise.server.openai.errors import OpenAIErrors, document_errors, error_of_refusal
+from groupwise.server.openai.service import OpenAIService, StreamStarted, TextDelta
 from groupwise.server.routes.context import Context, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 
@@ -72,7 +72,7 @@ async def _complete(
     storage: StorageHeaders,
     context: RequestContext,
 ) -> Response:
-    ask = ask_of(body, storage)
+    ask = parse_request(body, storage)
     if body.stream and context.caller.answer_key is not None:
         problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
         raise Refusal(
@@ -81,7 +81,7 @@ async def _complete(
             errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
         )
     if body.stream:
-        pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
+        pieces = StreamEncoder(kind, body.model, int(time.time()), usage=body.includes_usage)
         choices = len(ask.prompts) * ask.n
         return StreamedResponse(service.stream(ask, context.caller), pieces, choices)
 
@@ -98,8 +98,8 @@ class StreamedResponse(Response):
 
     def __init__(
         self,
-        stream: AsyncGenerator[Begun | Piece | Completed],
-        pieces: Pieces,
+        stream: AsyncGenerator[StreamStarted | TextDelta | Completed],
+        pieces: StreamEncoder,
         choices: int,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -121,12 +121,12 @@ class StreamedResponse(Response):
                 await _send_body(send, event(error_of_refusal(refusal).model_dump()))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send(self, send: Send, output: Begun | Piece | Completed) -> None:
+    async def _send(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
         match output:
-            case Begun(id):
+            case StreamStarted(id):
                 for piece in self._pieces.begin(id, self._choices):
                     await _send_body(send, piece)
-            case Piece(choice, text):
+            case TextDelta(choice, text):
                 await _send_body(send, self._pieces.more(choice, text))
             case Completed():
                 for piece in self._pieces.end(output):
@@ -177,12 +177,12 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
             answer=ModelData,
             codes=("unknown_model", "invalid_request", "shutting_down", *OF_ENGINE),
         ),
-        _sampling("/v1/chat/completions", chat_completions, ChatCompletion, chat),
-        _sampling("/v1/completions", text_completions, TextCompletion, text),
+        _completion_route("/v1/chat/completions", chat_completions, ChatCompletion, chat),
+        _completion_route("/v1/completions", text_completions, TextCompletion, text),
     )
 
 
-def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
+def _completion_route(path: str, handler: Any, answer: Any, example: Any) -> Route:
     return Route(
         method="POST",
         path=path,
@@ -207,7 +207,7 @@ def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
     )
 
 
-def attach(app: FastAPI) -> None:
+def attach_openai_errors(app: FastAPI) -> None:
     """Answer refusals under /v1 in OpenAI's format. Call it before the first request."""
     app.add_middleware(cast("Any", OpenAIErrors))
-    as_documented(app.openapi())
+    document_errors(app.openapi())

@@ -25,7 +25,7 @@ ENDED = ("finished", "stopped", "failed")
 """Phases of a run that accepts nothing more."""
 
 
-class Current:
+class ActiveRun:
     """The current or most recent run, and whether the server accepts anything new for it."""
 
     def __init__(self, config: ServerConfig) -> None:

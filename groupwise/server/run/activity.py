@@ -22,12 +22,12 @@ from groupwise.server.ledger import calls, events, groups, plans
 from groupwise.server.ledger.groups import GroupRow
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.queries import event_data
 
 
 async def activity_of(
-    current: Current, ledger: Ledger, sessions: Sequence[Session]
+    current: ActiveRun, ledger: Ledger, sessions: Sequence[Session]
 ) -> ActivityAnswer:
     """Activity of the current or last run, and of the clients' open sessions.
 
@@ -44,7 +44,7 @@ async def activity_of(
             draws=[draw for draw in request.draws if draw is not None],
             seconds=now - request.since,
         )
-        for request in (() if room is None else room.in_line())
+        for request in (() if room is None else room.queued_requests())
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
@@ -53,7 +53,7 @@ async def activity_of(
         return ActivityAnswer(
             at=transaction.now,
             run_id=run,
-            groups=[_group(group, transaction.uptime) for group in living],
+            groups=[_living_group(group, transaction.uptime) for group in living],
             capacity=None if room is None else room.room.capacity,
             sampling=0 if room is None else room.sampling,
             waiting=waiting,
@@ -84,7 +84,7 @@ def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
     ]
 
 
-def _group(row: GroupRow, uptime: float) -> LivingGroup:
+def _living_group(row: GroupRow, uptime: float) -> LivingGroup:
     rewards = [reward for reward in row.rewards or () if reward is not None]
     assert row.state in ("open", "rewarded", "held", "planned"), "the others have ended"
     return LivingGroup(

@@ -29,7 +29,7 @@ IDLE_SECONDS = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Room:
+class Capacity:
     """Limits on the groups in progress."""
 
     groups_per_step: int
@@ -64,14 +64,14 @@ class Traffic:
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class QueuedRequest:
     """A waiting request."""
 
     draws: tuple[int | None, ...]
     who: str
     """Id of the API key of the request."""
     since: float = field(default_factory=time.monotonic)
-    let_in: asyncio.Future[None] = field(
+    admitted: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -79,14 +79,14 @@ class Waiting:
 class Admission:
     """Admits requests for completions of one run. Used in one event loop only."""
 
-    def __init__(self, room: Room, traffic: Traffic, next_draw: int) -> None:
+    def __init__(self, room: Capacity, traffic: Traffic, next_draw: int) -> None:
         """`next_draw`: the first draw that is not assigned to a group yet."""
         self.room = room
         self.sampling = 0
         """Number of groups being sampled."""
         self._traffic = traffic
         self._next_draw = next_draw
-        self._queue: deque[Waiting] = deque()
+        self._queue: deque[QueuedRequest] = deque()
         self._ended: Refusal | None = None
 
     @property
@@ -94,21 +94,21 @@ class Admission:
         """Number of waiting requests."""
         return len(self._queue)
 
-    def in_line(self) -> tuple[Waiting, ...]:
+    def queued_requests(self) -> tuple[QueuedRequest, ...]:
         """The waiting requests, in order of arrival."""
         return tuple(self._queue)
 
     def now(self, traffic: Traffic) -> None:
         """Update the counts after a step, or after groups were added or removed."""
         self._traffic = traffic
-        self._let_in()
+        self._admit_waiting()
 
     def end(self, refusal: Refusal) -> None:
         """Admit no more requests, and raise this refusal in those that wait."""
         self._ended = refusal
         for waiting in self._queue:
-            if not waiting.let_in.done():
-                waiting.let_in.set_exception(refusal)
+            if not waiting.admitted.done():
+                waiting.admitted.set_exception(refusal)
         self._queue.clear()
 
     @asynccontextmanager
@@ -145,33 +145,33 @@ class Admission:
             yield tuple(numbered)
         finally:
             self.sampling -= len(draws)
-            self._let_in()
+            self._admit_waiting()
 
     async def _wait_for_turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
         if self._ended is not None:
             raise self._ended
-        waiting = Waiting(tuple(draws), who)
+        waiting = QueuedRequest(tuple(draws), who)
         self._queue.append(waiting)
-        self._let_in()
+        self._admit_waiting()
         first = min(limit, IDLE_SECONDS)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(first):
-                    await asyncio.shield(waiting.let_in)  # a timeout must not cancel it
+                    await asyncio.shield(waiting.admitted)  # a timeout must not cancel it
             under_way = self._traffic.under_way + self.sampling + self._expected()
-            if not waiting.let_in.done() and not under_way:
+            if not waiting.admitted.done() and not under_way:
                 raise TimeoutError  # nothing can bring the draw's turn nearer
             async with asyncio.timeout(limit - first):
-                await waiting.let_in
+                await waiting.admitted
         except BaseException as error:
             self._leave_queue(waiting)
-            self._let_in()  # this request may have been admitted already, so its room is free again
+            self._admit_waiting()  # this request may have been admitted already, so its room is free again
             if isinstance(error, TimeoutError):
                 raise self._too_busy(waiting) from None
             raise
         self._leave_queue(waiting)
 
-    def _too_busy(self, waiting: Waiting) -> Refusal:
+    def _too_busy(self, waiting: QueuedRequest) -> Refusal:
         early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
         if not early:
             return Refusal("too_busy", retry_after=RETRY_SECONDS)
@@ -187,29 +187,29 @@ class Admission:
             retry_after=RETRY_SECONDS,
         )
 
-    def _leave_queue(self, waiting: Waiting) -> None:
+    def _leave_queue(self, waiting: QueuedRequest) -> None:
         if waiting in self._queue:
             self._queue.remove(waiting)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admit all requests that fit, in order of arrival; one whose named draws are not due yet does not block others."""
         room = self.room.capacity - self._traffic.under_way - self.sampling - self._expected()
         for waiting in list(self._queue):
-            if waiting.let_in.done():
+            if waiting.admitted.done():
                 continue
             if not all(self._is_due(draw) for draw in waiting.draws):
                 continue
             if len(waiting.draws) > room:
                 return
             room -= len(waiting.draws)
-            waiting.let_in.set_result(None)
+            waiting.admitted.set_result(None)
 
     def _expected(self) -> int:
         """Groups of requests that were admitted but have not resumed yet."""
         return sum(
             len(waiting.draws)
             for waiting in self._queue
-            if waiting.let_in.done() and not waiting.let_in.cancelled()
+            if waiting.admitted.done() and not waiting.admitted.cancelled()
         )
 
     def _is_due(self, draw: int | None) -> bool:

@@ -14,15 +14,15 @@ from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, named_checkpoints, steps
-from groupwise.server.run.active_run import ENDED, Current
+from groupwise.server.run.active_run import ENDED, ActiveRun
 from groupwise.server.run.engine_errors import await_engine
-from groupwise.server.run.named_checkpoints import Beginning, NamedCheckpoints
+from groupwise.server.run.named_checkpoints import NamedCheckpoints, StartCheckpoint
 
 
 class Checkpoints:
     """Checkpoints of one server."""
 
-    def __init__(self, current: Current, ledger: Ledger) -> None:
+    def __init__(self, current: ActiveRun, ledger: Ledger) -> None:
         self._current = current
         self._ledger = ledger
         self._named = NamedCheckpoints(current.config.folder)
@@ -33,7 +33,7 @@ class Checkpoints:
 
         def look() -> list[CheckpointAnswer]:
             automatic = [
-                named_checkpoints.answer_of(row, checkpoint)
+                named_checkpoints.checkpoint_answer(row, checkpoint)
                 for row in rows
                 for checkpoint in self._named.automatic(row)
             ]
@@ -44,7 +44,7 @@ class Checkpoints:
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Save the run's current state under a name: after the step in progress, or as the run ended."""
         row = self._current.any_run()
-        earlier = self._named.kept_for(
+        earlier = self._named.saved_by_request(
             name, caller
         )  # saved for this same request by a server that ended before it could answer
         if earlier is None:
@@ -74,7 +74,7 @@ class Checkpoints:
             raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")
         return automatic[-1].path
 
-    def beginning(self, name: str, rows: Mapping[str, RunRow]) -> Beginning:
+    def beginning(self, name: str, rows: Mapping[str, RunRow]) -> StartCheckpoint:
         """The checkpoint that a new run starts from: a named one, or `run@step`. Refuses with `unknown_checkpoint`."""
         found = self._named.find(name)
         run, _, step = name.rpartition("@")
@@ -83,7 +83,9 @@ class Checkpoints:
                 str(checkpoint.step): checkpoint for checkpoint in self._named.automatic(rows[run])
             }
             if step in by_step:
-                found = Beginning(by_step[step].path, rows[run].settings, run, by_step[step].step)
+                found = StartCheckpoint(
+                    by_step[step].path, rows[run].settings, run, by_step[step].step
+                )
         if found is not None:
             return found
         raise Refusal(

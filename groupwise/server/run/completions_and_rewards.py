@@ -28,16 +28,16 @@ from groupwise.server.engine.engine_protocol import OrderField, SampleOrder, Sam
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.engine_errors import await_engine, naming_field
 
 T = TypeVar("T")
 
 
-class AskPost:
+class CompletionsAndRewards:
     """The ask/post operations on the current run."""
 
-    def __init__(self, current: Current, ledger: Ledger) -> None:
+    def __init__(self, current: ActiveRun, ledger: Ledger) -> None:
         self._current = current
         self._config = current.config
         self._ledger = ledger
@@ -66,7 +66,7 @@ class AskPost:
             engine = conductor.engine
             sampled = await await_engine(
                 gather_all(
-                    naming_field(engine.sample(order), _fields(request, place))
+                    naming_field(engine.sample(order), _request_field_names(request, place))
                     for place, order in enumerate(orders)
                 ),
                 conductor,
@@ -168,7 +168,7 @@ class AskPost:
                 return found
 
 
-def _fields(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
+def _request_field_names(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
     """The request's field names for the fields of a `SampleOrder`."""
     return {
         "prompt": "prompt" if request.prompts is None else f"prompts.{place}",

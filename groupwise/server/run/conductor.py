@@ -36,7 +36,7 @@ from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import steps
-from groupwise.server.run.admission import Admission, Room
+from groupwise.server.run.admission import Admission, Capacity
 from groupwise.server.run.engine_supervisor import EngineSupervisor, TooManyRestarts, is_full
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 RECENT = 0.2
 """Weight of the newest step in the moving average of seconds per step."""
 
-Leaving = Literal["stop", "replace", "shut down"]
+StopReason = Literal["stop", "replace", "shut down"]
 """Why no further step is taken. `shut down`: the run resumes when the server starts again."""
 
-_STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
+_STATES: Mapping[StopReason, RunState] = {"stop": "stopped", "replace": "replaced"}
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class RunStatus:
         """Version of the policy now served: run, and number of completed steps."""
         return self.run, self.step
 
-    def move_on(self, done: StepDone, checkpoints_kept: int) -> None:
+    def record_step(self, done: StepDone, checkpoints_kept: int) -> None:
         """Update the status after a step; the files of `checkpoints_kept` policies before the newest one are kept."""
         now = time.monotonic()
         if self.stepped_at is not None:
@@ -126,7 +126,7 @@ class Conductor:
         self._changed = changed
         self._engine: Engine | None = None
         self._nudged = asyncio.Event()
-        self._leaving: Leaving | None = None
+        self._leaving: StopReason | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- called by the service --------------------------------------------------------------------
@@ -178,17 +178,17 @@ class Conductor:
     async def recount(self) -> None:
         """Count the groups again after some were added or removed: waiting requests may be admitted."""
         if self.standing is not None and self.admission is not None:
-            self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
+            self.admission.now(await self._ledger.do(steps.count_traffic, self.standing.run))
 
     async def begin(self) -> RunStatus:
         """Open the run with its first engine. On an error nothing of a new run remains."""
         if self._order.run is None:
             self._engine, opened = await self._supervisor.open(self._order)
             self._order = replace(self._order, run=opened.run)
-            self._place(opened)
+            self._set_opened(opened)
         else:
             self._engine = await self._recover()
-        await self._ready()
+        await self._accept_requests()
         return self.now
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
@@ -200,12 +200,12 @@ class Conductor:
         """Take steps, in a task of its own, until the run ends."""
         self._task = asyncio.create_task(self._conduct(), name="conductor")
 
-    async def last_words(self) -> None:
+    async def wait_if_finishing(self) -> None:
         """If all steps are done, wait until the final weights are written; otherwise return at once."""
         if self._task is not None and self.now.step >= self.now.max_steps:
             await asyncio.wait((self._task,))
 
-    async def leave(self, why: Leaving, seconds: float) -> None:
+    async def leave(self, why: StopReason, seconds: float) -> None:
         """Finish the step in progress and take no other. If that takes longer than `seconds`, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
@@ -232,7 +232,7 @@ class Conductor:
 
     async def _conduct(self) -> None:
         try:
-            while not await self._by_one_engine():
+            while not await self._run_on_engine():
                 pass
         except Exception as error:
             logger.exception("the run cannot go on")
@@ -243,21 +243,21 @@ class Conductor:
             self._close_room()
             self._changed.beat()
 
-    async def _by_one_engine(self) -> bool:
+    async def _run_on_engine(self) -> bool:
         """Take steps until the engine is lost, or the run is over or left; returns False if another engine should continue."""
         try:
             engine = self._engine or await self._recover()
-            await self._ready()
-            await self._tell_checkpoint()
+            await self._accept_requests()
+            await self._announce_checkpoint()
             await self._take_steps(engine)
-            await self._end(engine)
+            await self._close_run(engine)
         except UsageError as error:  # the next engine would fail in the same way
             await self._fail(str(error))
         except GroupwiseError as error:
-            return not await self._may_begin_another(error)
+            return not await self._prepare_restart(error)
         return True
 
-    async def _may_begin_another(self, error: GroupwiseError) -> bool:
+    async def _prepare_restart(self, error: GroupwiseError) -> bool:
         self._engine = None
         self.last_error = str(error)
         await self._supervisor.end()
@@ -269,15 +269,15 @@ class Conductor:
         self._changed.beat()
         try:
             if is_full(error):
-                await self._supervisor.room_on(self.now.folder)
+                await self._supervisor.wait_for_disk(self.now.folder)
             else:
                 await self._supervisor.pause(error)
-            await self._tell(EventKind.ENGINE_LOST, message=str(error))
+            await self._add_event(EventKind.ENGINE_LOST, message=str(error))
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
             return False
         except StoreError as full:  # the disk is full again, as it would be for the next engine
-            return await self._may_begin_another(full)
+            return await self._prepare_restart(full)
         return True
 
     async def _fail(self, reason: str) -> None:
@@ -291,20 +291,20 @@ class Conductor:
                 steps.end_run, self._run, "failed", EventKind.FAILED, step, reason
             )
 
-    async def _end(self, engine: Engine) -> None:
+    async def _close_run(self, engine: Engine) -> None:
         """Close the run as `leave` asked for, or as finished."""
         now = self.now
         if now.step >= now.max_steps:
             await engine.close_run(finished=True)
-            await self._tell_checkpoint()
+            await self._announce_checkpoint()
             self.phase = "finished"
             await self._ledger.do(steps.end_run, now.run, "finished", EventKind.FINISHED, now.step)
         elif self._leaving == "shut down":
             await engine.save()
-            await self._tell_checkpoint()
+            await self._announce_checkpoint()
         else:
             await engine.close_run(finished=False)
-            await self._tell_checkpoint()
+            await self._announce_checkpoint()
             self.phase = "stopped"
             assert self._leaving is not None, "it takes steps until then"
             state = _STATES[self._leaving]
@@ -316,14 +316,14 @@ class Conductor:
         """Start a new engine and bring the run back to where it was."""
         self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)
-        self._place(opened)
+        self._set_opened(opened)
         await self._note_committed(engine, opened)
         exact = True
         for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
             if plan.trained is not None:
-                exact = await self._take(engine, plan) and exact
+                exact = await self._take_step(engine, plan) and exact
         why = self.last_error or "it ended the engine"
-        await self._ledger.do(steps.put_aside, opened.run, why)
+        await self._ledger.do(steps.quarantine_failing, opened.run, why)
         await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)
         self._engine = engine
         return engine
@@ -341,19 +341,19 @@ class Conductor:
                 "Restore the one that belongs to the run."
             )
 
-    def _place(self, opened: Opened) -> None:
+    def _set_opened(self, opened: Opened) -> None:
         before = self.standing
         self.standing = RunStatus(opened, opened.step, opened.policy, {opened.step: opened.policy})
         if before is not None:
             self.standing.metrics = before.metrics
 
-    async def _ready(self) -> None:
+    async def _accept_requests(self) -> None:
         """Update the admission, and accept requests again."""
         run = self.now.run
-        traffic = await self._ledger.do(steps.traffic, run)
+        traffic = await self._ledger.do(steps.count_traffic, run)
         if self.admission is None:
             draw = await self._ledger.do(groups.first_unused_draw, run)
-            room = Room(
+            room = Capacity(
                 groups_per_step=self.request.prompts_per_step,
                 staleness=self.request.staleness,
                 manual=self.request.steps == "manual",
@@ -377,11 +377,11 @@ class Conductor:
                 steps.plan_when_due, self._run, size, self.request.staleness
             )
             if plan is None:
-                await self._nudged_or_lost(engine)
+                await self._wait_for_nudge(engine)
             else:
-                await self._take(engine, plan)
+                await self._take_step(engine, plan)
 
-    async def _take(self, engine: Engine, plan: PlanRow) -> bool:
+    async def _take_step(self, engine: Engine, plan: PlanRow) -> bool:
         """Take one step, stored in the ledger before and after; False if a repeated step gave a different result."""
         learnt_from = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
@@ -392,8 +392,8 @@ class Conductor:
                 await self._ledger.do(plans.count_loss, plan.run, plan.step)
             raise
         exact = await self._ledger.do(steps.note_trained, plan, done)
-        self.now.move_on(done, self.request.staleness)
-        await self._tell_checkpoint()
+        self.now.record_step(done, self.request.staleness)
+        await self._announce_checkpoint()
         self._log_step()
         await self.recount()
         self._changed.beat()
@@ -416,7 +416,7 @@ class Conductor:
             now.seconds_per_step or metrics.get("time/step", math.nan),
         )
 
-    async def _nudged_or_lost(self, engine: Engine) -> None:
+    async def _wait_for_nudge(self, engine: Engine) -> None:
         """Wait for a nudge. Raises EngineLost if the engine ends first."""
         nudged = asyncio.ensure_future(self._nudged.wait())
         lost = asyncio.ensure_future(engine.lost())
@@ -438,12 +438,12 @@ class Conductor:
         if self.admission is not None:
             self.admission.end(self.refusal())
 
-    async def _tell_checkpoint(self) -> None:
+    async def _announce_checkpoint(self) -> None:
         """Report the checkpoint of the current step to clients, if the engine has written one."""
         now = self.now
         if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, now.run, now.step)
             self._changed.beat()
 
-    async def _tell(self, kind: EventKind, **data: Any) -> None:
+    async def _add_event(self, kind: EventKind, **data: Any) -> None:
         await self._ledger.do(events.add_event, self._run, kind, data)

@@ -58,7 +58,7 @@ class OpenVersion:
 
 async def zip_pieces(version: OpenVersion) -> AsyncGenerator[bytes]:
     """The zip file in pieces of about `CHUNK` bytes. Files are read in a thread, so a slow disk does not block the event loop."""
-    pieces = _pieces(version.files)
+    pieces = _zip_chunks(version.files)
     while True:
         reading = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
         try:
@@ -72,18 +72,18 @@ async def zip_pieces(version: OpenVersion) -> AsyncGenerator[bytes]:
             yield piece
 
 
-def _pieces(files: Sequence[OpenFile]) -> Iterator[bytes]:
+def _zip_chunks(files: Sequence[OpenFile]) -> Iterator[bytes]:
     out = _Pipe()
     with zipfile.ZipFile(out, "w") as archive:
         for entry in files:
-            with archive.open(_info(entry), "w", force_zip64=entry.size >= LARGE) as inside:
+            with archive.open(_zip_info(entry), "w", force_zip64=entry.size >= LARGE) as inside:
                 while chunk := entry.file.read(CHUNK):
                     inside.write(chunk)
                     yield out.take()
     yield out.take()
 
 
-def _info(entry: OpenFile) -> zipfile.ZipInfo:
+def _zip_info(entry: OpenFile) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(entry.name, FIRST_DATE)
     stored = entry.name.endswith(STORED)
     info.compress_type = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
@@ -96,10 +96,10 @@ class _Pipe:
     """A file object for `zipfile` to write to: it cannot seek, and `taken` returns the written bytes."""
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
+        self._buffered: list[bytes] = []
 
     def write(self, data: bytes) -> int:
-        self._held.append(bytes(data))
+        self._buffered.append(bytes(data))
         return len(data)
 
     def flush(self) -> None:
@@ -110,5 +110,5 @@ class _Pipe:
 
     def take(self) -> bytes:
         """Bytes written since the last call."""
-        held, self._held = self._held, []
+        held, self._buffered = self._buffered, []
         return b"".join(held)

@@ -113,7 +113,7 @@ class EngineSupervisor:
         if pauses:
             await self._clock.sleep(min(FIRST_PAUSE * 2 ** (pauses - 1), LONGEST_PAUSE))
 
-    async def room_on(self, folder: Path) -> None:
+    async def wait_for_disk(self, folder: Path) -> None:
         """Wait until a full disk can be written to again. If the write fails for another reason, return at once."""
         while _is_still_full(folder):
             await self._clock.sleep(LOOK_AT_DISK)

@@ -156,7 +156,7 @@ def keep_rewards(
                 transaction,
                 run,
                 Post(
-                    given.group_id or _echo(given),
+                    given.group_id or _echo_of_request(given),
                     tuple(given.rewards),
                     {"model_version": [run, done], "status": status},
                     given.include,
@@ -179,7 +179,7 @@ def keep_rewards(
     return answers
 
 
-def _echo(given: GroupRewards) -> Echo:
+def _echo_of_request(given: GroupRewards) -> Echo:
     assert given.echoed_prompt is not None, "it is needed where there is no id"
     assert given.completions is not None, "likewise"
     tokens = given.completion_tokens
@@ -218,8 +218,10 @@ def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> lis
     now: list[RewardAnswer] = []
     for answer in answers:
         row = groups.read_group(transaction, answer.group_id)
-        if row.state in _LEFT_OUT:
-            raise Refusal(_LEFT_OUT[row.state], f"group {row.id} is {row.state}: {row.reason}.")
+        if row.state in _UNTRAINED_CODES:
+            raise Refusal(
+                _UNTRAINED_CODES[row.state], f"group {row.id} is {row.state}: {row.reason}."
+            )
         plan = plans.plan_of(transaction, row.id)
         changes: dict[str, Any] = {}
         if plan is not None and plan.trained is not None:
@@ -233,7 +235,7 @@ def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> lis
     return now
 
 
-_LEFT_OUT: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
+_UNTRAINED_CODES: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def keep_plan(
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
 
     def work() -> StoredResponse | None:
-        runs.need_active(transaction, run)
+        runs.require_active(transaction, run)
         plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
         if plan is None:
             return None

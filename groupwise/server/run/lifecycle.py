@@ -27,18 +27,18 @@ from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
-from groupwise.server.run.active_run import ENDED, Current
+from groupwise.server.run.active_run import ENDED, ActiveRun
 from groupwise.server.run.checkpoints import Checkpoints
-from groupwise.server.run.conductor import Conductor, Leaving, RunStatus
+from groupwise.server.run.conductor import Conductor, RunStatus, StopReason
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.responses import answer_of
-from groupwise.server.run.run_config import RUNS, Allowed, order_of
+from groupwise.server.run.run_config import RUNS, AllowedModels, open_order
 
 logger = logging.getLogger(__name__)
 
 
-class Beside(Protocol):
+class MachineUser(Protocol):
     """Another user of the machine: models that clients drive by verbs, or parts for a training loop in another process."""
 
     async def make_way(self) -> None:
@@ -50,12 +50,12 @@ class Beside(Protocol):
         ...
 
 
-class StartStop:
+class RunLifecycle:
     """Starting and ending of runs."""
 
     def __init__(
         self,
-        current: Current,
+        current: ActiveRun,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         checkpoints: Checkpoints,
@@ -66,7 +66,9 @@ class StartStop:
         self._ledger = ledger
         self._supervisor = supervisor
         self._checkpoints = checkpoints
-        self._allowed = Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models))
+        self._allowed = AllowedModels(
+            Path(config.model_dir).expanduser(), tuple(config.allowed_models)
+        )
         self.turn = asyncio.Lock()
         """Held while a run, or an engine for something else, is started or ended."""
 
@@ -81,25 +83,27 @@ class StartStop:
             return
         self._current.latest = active
         request = StartRequest.model_validate_json(json.dumps(active.settings))
-        order = OpenRun(self._here(active.config), request.max_prompt_length, run=active.run)
+        order = OpenRun(
+            self._with_this_folder(active.config), request.max_prompt_length, run=active.run
+        )
         self._current.conductor = self._conductor_of(request, order)
         self._current.conductor.go_on()
         logger.info("going on with the run %s", active.run)
 
     async def start(
-        self, request: StartRequest, caller: Caller, beside: Sequence[Beside]
+        self, request: StartRequest, caller: Caller, beside: Sequence[MachineUser]
     ) -> StartAnswer:
         """Start or resume a run. `beside`: other users of the machine, which may have to make room."""
         async with self.turn:
             self._current.refuse_when_shutting_down()
             replacing = request.replace
-            order, request, old = await self._order(request)
+            order, request, old = await self._resolve_order(request)
             if replacing or self._current.active_conductor() is None:
                 for user in beside:
                     if replacing:
                         await user.let_go()
                     await user.make_way()
-            await self._make_way(replacing)
+            await self._end_current(replacing)
             conductor = self._conductor_of(request, order)
             standing = await self._begin_within_limit(conductor)
             answer = StartAnswer(
@@ -126,7 +130,9 @@ class StartStop:
             conductor.go_on()
             return answer
 
-    async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
+    async def _resolve_order(
+        self, request: StartRequest
+    ) -> tuple[OpenRun, StartRequest, RunRow | None]:
         """The order for the engine, the effective request, and the ledger row if a run is resumed. A resumed run keeps its own settings,
         overridden by those of the request.
         """
@@ -154,7 +160,7 @@ class StartStop:
 
     async def _checked_order(self, request: StartRequest) -> OpenRun:
         """Convert the request to an order. Runs in a thread, because checking a config takes a while."""
-        return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
+        return await asyncio.to_thread(open_order, request, self._allowed, self._config.folder)
 
     def _open_under_free_name(self, order: OpenRun) -> OpenRun:
         """Give a new run a name that no run has had: a stopped run is resumed only by `resume_from`, not because a name was reused."""
@@ -165,14 +171,14 @@ class StartStop:
             name = f"{wanted}-{number}"
         return replace(order, config=_with_run(order.config, name=name))
 
-    def _here(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_this_folder(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Point the config to this output folder, which may have been moved since."""
         return _with_run(config, dir=str(self._config.folder / RUNS))
 
-    async def _make_way(self, replacing: bool) -> None:
+    async def _end_current(self, replacing: bool) -> None:
         conductor = self._current.conductor
         if conductor is not None:
-            await conductor.last_words()
+            await conductor.wait_if_finishing()
         if conductor is None or conductor.phase in ENDED:
             return
         if not replacing:
@@ -181,7 +187,7 @@ class StartStop:
                 "run_active",
                 f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
             )
-        await self._leave(conductor, "replace")
+        await self._stop_run(conductor, "replace")
 
     async def _begin_within_limit(self, conductor: Conductor) -> RunStatus:
         limit = self._config.start_time_limit
@@ -233,13 +239,13 @@ class StartStop:
         """End the run after the step in progress, with a checkpoint; repeating it is harmless."""
         async with self.turn:
             if self._current.conductor is not None:
-                await self._leave(self._current.conductor, "stop")
+                await self._stop_run(self._current.conductor, "stop")
             row = self._current.latest
             if row is None:
                 return StopAnswer()
             return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
-    async def _leave(self, conductor: Conductor, why: Leaving) -> None:
+    async def _stop_run(self, conductor: Conductor, why: StopReason) -> None:
         await conductor.leave(why, self._config.step_time_limit)
         self._current.changed.beat()
 
@@ -265,7 +271,7 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
         raise Refusal("resume_mismatch", f"adapter: {message}.", errors=[error])
 
 
-_OURS = ("resume_from", "replace")
+_REQUEST_ONLY = ("resume_from", "replace")
 """Keys of a start request that are not settings of the run."""
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "groups_per_step": ("training_batch_size", "gradient_accumulation_steps"),
@@ -278,9 +284,9 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
 def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
     """Override an earlier run's settings with those of the request. Refuses with `settings_conflict` if the result is invalid."""
     given = request.model_dump(mode="json", exclude_unset=True)
-    fresh = {key: value for key, value in given.items() if key not in _OURS}
+    fresh = {key: value for key, value in given.items() if key not in _REQUEST_ONLY}
     gone = {
-        *_OURS,
+        *_REQUEST_ONLY,
         *(old for key in fresh if fresh[key] is not None for old in _REPLACED.get(key, ())),
     }
     kept = {key: value for key, value in settings.items() if key not in gone}

@@ -25,7 +25,7 @@ SAVED = "saved.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class StartCheckpoint:
     """A checkpoint that a new run can start from."""
 
     folder: Path
@@ -50,7 +50,7 @@ class NamedCheckpoints:
                 f"there is a checkpoint {name!r} already; choose another name.",
             )
 
-    def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
+    def saved_by_request(self, name: str, caller: Caller) -> CheckpointAnswer | None:
         """The checkpoint of this name, if this same request (by its Idempotency-Key) has made it."""
         file = self._root / name / SAVED
         if caller.answer_key is None or not file.is_file():
@@ -90,13 +90,13 @@ class NamedCheckpoints:
         """The automatic checkpoints in a run's folder, oldest first."""
         return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
 
-    def find(self, name: str) -> Beginning | None:
+    def find(self, name: str) -> StartCheckpoint | None:
         """The named checkpoint; None if it does not exist."""
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None
         facts = json.loads((folder / SAVED).read_text())
-        return Beginning(folder, facts["settings"], facts["run"], facts["step"])
+        return StartCheckpoint(folder, facts["settings"], facts["run"], facts["step"])
 
     def of_run(self, run: str) -> list[Path]:
         """The folders of a run's named checkpoints."""
@@ -112,7 +112,7 @@ def _request_name(caller: Caller) -> list[str] | None:
     return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
 
 
-def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
+def checkpoint_answer(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
     """The checkpoint's entry in the list."""
     step = checkpoint.step
     return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

@@ -12,7 +12,7 @@ from groupwise.server.ledger.idempotency import delete_expired
 from groupwise.server.ledger.uptime import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 
 FORGET_EVERY = 600.0
 """Seconds between two deletions of expired answers."""
@@ -23,7 +23,7 @@ PROBE_EVERY = 2.0
 class PeriodicTasks:
     """Two background tasks, independent of requests."""
 
-    def __init__(self, current: Current, ledger: Ledger) -> None:
+    def __init__(self, current: ActiveRun, ledger: Ledger) -> None:
         self.probed: Probe | None = None
         """The engine's latest probe; None if there is none."""
         self._current = current

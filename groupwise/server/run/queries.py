@@ -12,7 +12,7 @@ from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.tokenizers import Tokenizer, tokenizer_answer
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.named_checkpoints import NamedCheckpoints
@@ -31,7 +31,7 @@ class Queries:
 
     def __init__(
         self,
-        current: Current,
+        current: ActiveRun,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         periodic: PeriodicTasks,
@@ -76,14 +76,14 @@ class Queries:
 
     async def open_version(self, version: str | None) -> OpenVersion:
         """Open the files of a version."""
-        row, meant = await self._meant(version)
+        row, meant = await self._resolve_version(version)
 
         def opened() -> OpenVersion:
             return self._current.versions(row).open(meant)
 
         return await asyncio.to_thread(opened)
 
-    async def _meant(self, version: str | None) -> tuple[RunRow, str | None]:
+    async def _resolve_version(self, version: str | None) -> tuple[RunRow, str | None]:
         """The run that a version belongs to, and its name within that run. `version` may name a checkpoint, another run, or the current
         run.
         """

@@ -31,14 +31,14 @@ from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger import counters
 from groupwise.server.ledger.idempotency import StoredResponse, stored_response
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.activity import activity_of
 from groupwise.server.run.checkpoints import Checkpoints
-from groupwise.server.run.completions_and_rewards import AskPost
+from groupwise.server.run.completions_and_rewards import CompletionsAndRewards
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_errors import await_engine
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
-from groupwise.server.run.lifecycle import Beside, StartStop
+from groupwise.server.run.lifecycle import MachineUser, RunLifecycle
 from groupwise.server.run.periodic_tasks import PeriodicTasks
 from groupwise.server.run.queries import Queries
 from groupwise.server.settings import ServerConfig
@@ -61,15 +61,15 @@ class Service:
         self._supervisor = EngineSupervisor(
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
-        current = self._current = Current(config)
+        current = self._current = ActiveRun(config)
         self._periodic = PeriodicTasks(current, ledger)
         checkpoints = Checkpoints(current, ledger)
-        self._start_stop = StartStop(current, ledger, self._supervisor, checkpoints)
+        self._lifecycle = RunLifecycle(current, ledger, self._supervisor, checkpoints)
         self._queries = Queries(current, ledger, self._supervisor, self._periodic)
-        ask_post = AskPost(current, ledger)
+        ask_post = CompletionsAndRewards(current, ledger)
 
         # Methods called by the routes, taken from the part that implements them.
-        self.stop = self._start_stop.stop
+        self.stop = self._lifecycle.stop
         self.completions = ask_post.completions
         self.give_up = ask_post.give_up
         self.rewards = ask_post.rewards
@@ -87,9 +87,9 @@ class Service:
         # Called by the other protocols (OpenAI, Tinker, parts).
         self.conducted = current.active_conductor
         self.active = current.active
-        self.turn = self._start_stop.turn
+        self.turn = self._lifecycle.turn
         """Held while a run, or an engine for something else, is started or ended."""
-        self.beside: dict[str, Beside] = {}
+        self.beside: dict[str, MachineUser] = {}
         """Other users of the machine, by name: models that clients train by verbs, parts for a training loop in another process."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
         """Returns the status of the models trained by verbs; by default there are none."""
@@ -102,7 +102,7 @@ class Service:
 
     async def begin(self) -> None:
         """Resume the run that was active when the server ended, and start the periodic tasks."""
-        await self._start_stop.go_on()
+        await self._lifecycle.go_on()
         self._periodic.start()
 
     async def shut_down(self, seconds: float) -> None:
@@ -130,7 +130,7 @@ class Service:
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         """Start or resume a run."""
-        return await self._start_stop.start(request, caller, tuple(self.beside.values()))
+        return await self._lifecycle.start(request, caller, tuple(self.beside.values()))
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""

@@ -379,10 +379,10 @@ def refused_route(method: str, path: str) -> Unsupported | None:
 
 def page() -> str:
     """The documentation page, in Markdown."""
-    return "\n".join(_lines()) + "\n"
+    return "\n".join(_page_lines()) + "\n"
 
 
-def _lines() -> Iterator[str]:
+def _page_lines() -> Iterator[str]:
     yield "# The Tinker client"
     yield ""
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()

@@ -33,19 +33,19 @@ def document() -> dict[str, Any]:
         "operationId": "verbs_healthz",
         "x-role": None,
         "security": [],
-        "responses": {"200": _json(answers.Healthy)},
+        "responses": {"200": _json_content(answers.Healthy)},
     }
     return {
         "tags": [{"name": TAG, "description": DESCRIPTION}],
         "paths": {
-            **{f"{PREFIX}{route.path}": _path(route) for route in ROUTES},
+            **{f"{PREFIX}{route.path}": _operation(route) for route in ROUTES},
             f"{PREFIX}/healthz": {"get": healthz},
         },
         "components": {"schemas": _schemas()},
     }
 
 
-def _path(route: VerbRoute) -> dict[str, Any]:
+def _operation(route: VerbRoute) -> dict[str, Any]:
     role = Role.READ if route.method == "GET" else Role.TRAIN
     operation: dict[str, Any] = {
         "tags": [TAG],
@@ -54,12 +54,12 @@ def _path(route: VerbRoute) -> dict[str, Any]:
         "operationId": f"verbs_{route.handler.__name__}",
         "x-role": role.word,
         "parameters": _parameters(route),
-        "responses": {"200": _answer(route), **_refusals(route.all_codes)},
+        "responses": {"200": _success_response(route), **_refusals(route.all_codes)},
     }
     if route.answer is None:
-        operation["responses"]["408"] = _json(answers.TryAgain)
+        operation["responses"]["408"] = _json_content(answers.TryAgain)
     if route.reads is not None:
-        content = {_JSON: {"schema": _name(route.reads)}}
+        content = {_JSON: {"schema": _schema_ref(route.reads)}}
         operation["requestBody"] = {"required": True, "content": content}
     elif route.bytes:
         content = {_PROTOBUF: {"schema": _BYTES}}
@@ -91,9 +91,9 @@ def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
     return found
 
 
-def _answer(route: VerbRoute) -> dict[str, Any]:
+def _success_response(route: VerbRoute) -> dict[str, Any]:
     if route.answer is not None:
-        return _json(route.answer)
+        return _json_content(route.answer)
     return {
         "description": "What the call came to: for passes and samples the client's protobuf message `ForwardBackwardOutput` or "
         "`SampleResponse`; a call that came to nothing says why.",
@@ -113,7 +113,7 @@ def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
             "description": "\n\n".join(f"`{code}`: {CODES[code].meaning}" for code in named),
             "content": {
                 _JSON: {
-                    "schema": _name(answers.Refused),
+                    "schema": _schema_ref(answers.Refused),
                     "examples": {
                         code: {"value": {"code": code, "message": CODES[code].meaning}}
                         for code in named
@@ -125,14 +125,14 @@ def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _json(model: type[BaseModel]) -> dict[str, Any]:
+def _json_content(model: type[BaseModel]) -> dict[str, Any]:
     return {
         "description": inspect.getdoc(model) or "",
-        "content": {_JSON: {"schema": _name(model)}},
+        "content": {_JSON: {"schema": _schema_ref(model)}},
     }
 
 
-def _name(model: type[Any]) -> dict[str, str]:
+def _schema_ref(model: type[Any]) -> dict[str, str]:
     return {"$ref": NAMES.format(model=model.__name__)}
 
 

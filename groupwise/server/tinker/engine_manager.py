@@ -36,7 +36,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
-from groupwise.server.run.run_config import Allowed, allowed_model, folders_in
+from groupwise.server.run.run_config import AllowedModels, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 
@@ -46,7 +46,7 @@ NAME = "verbs"
 """Name under which the verbs ask for the machine; see `Service.beside`."""
 LOSSES = 3
 """Number of engines that may be lost to one call before the call fails."""
-LOOK_AGAIN = 0.2
+RETRY_INTERVAL = 0.2
 """Seconds between two checks of a run that is starting, recovering or ending."""
 
 
@@ -66,17 +66,17 @@ class Runs(Protocol):
 
 
 @runtime_checkable
-class Called(Protocol):
+class CallableEngine(Protocol):
     """An engine whose parts can be called by name."""
 
     async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 @dataclass(eq=False, slots=True)
-class _Standing:
+class _LoadedEngine:
     """An engine that has the base in memory."""
 
-    engine: Called
+    engine: CallableEngine
     base: Base
     loads: str
     """The base's name or folder, as the engine loads it."""
@@ -97,7 +97,7 @@ class _Model:
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Host:
+class VerbEngineHost:
     """A `groupwise.server.engine.verb_protocol.VerbEngine` that uses the active run's engine, or one of its own."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Host:
         runs: Runs,
         supervisor: EngineSupervisor,
         ledger: Ledger,
-        allowed: Allowed,
+        allowed: AllowedModels,
         folder: str,
         most: int,
         longest: int,
@@ -123,8 +123,8 @@ class Host:
         self._longest = longest
         self._folders = SavedFolders(Path(folder))
         self._models: dict[str, _Model] = {}
-        self._standing: _Standing | None = None
-        self._turn = asyncio.Lock()
+        self._loaded_engine: _LoadedEngine | None = None
+        self._engine_lock = asyncio.Lock()
         """Held while an engine is being found or started."""
 
     async def open(self) -> None:
@@ -144,8 +144,8 @@ class Host:
                 "own: end their sessions first, or start with `replace: true`, which ends them; what they have saved stays. Once it is "
                 "active, models can be made beside it.",
             )
-        if self._standing is not None and self._standing.run is None:
-            self._standing = None
+        if self._loaded_engine is not None and self._loaded_engine.run is None:
+            self._loaded_engine = None
         await self._supervisor.end()
 
     async def close(self) -> None:
@@ -211,7 +211,7 @@ class Host:
             self.admit(spec.base)
             self._models[model] = _Model(spec)
         try:
-            await self._of(model, None)
+            await self._call_model(model, None)
         except BaseException:
             if new:
                 del self._models[model]
@@ -220,7 +220,7 @@ class Host:
     async def drop(self, model: str) -> None:
         """See `VerbEngine.drop`."""
         self._models.pop(model, None)
-        standing = self._standing
+        standing = self._loaded_engine
         if standing is not None and model in standing.there:
             standing.there.discard(model)
             with suppress(EngineLost):
@@ -229,34 +229,34 @@ class Host:
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward`."""
-        return await self._of(model, "forward", [*rows], loss)
+        return await self._call_model(model, "forward", [*rows], loss)
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward_backward`."""
-        return await self._of(model, "forward_backward", [*rows], loss)
+        return await self._call_model(model, "forward_backward", [*rows], loss)
 
     async def optim_step(
         self, model: str, params: OptimiserParams, keep_as: int | None = None
     ) -> UpdateResult:
         """See `VerbEngine.optim_step`."""
-        result = await self._of(model, "optim_step", params, keep_as)
+        result = await self._call_model(model, "optim_step", params, keep_as)
         self._note_kept(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         """See `VerbEngine.save_state`."""
-        await self._of(model, "save_state", name, overwrite, call)
+        await self._call_model(model, "save_state", name, overwrite, call)
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
     ) -> None:
         """See `VerbEngine.load_state`."""
-        await self._of(model, "load_state", stored, with_optimiser, keep_as)
+        await self._call_model(model, "load_state", stored, with_optimiser, keep_as)
         self._note_kept(model, keep_as)
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         """See `VerbEngine.save_for_sampler`."""
-        await self._of(model, "save_for_sampler", name, call)
+        await self._call_model(model, "save_for_sampler", name, call)
 
     def _note_kept(self, model: str, call: int | None) -> None:
         if call is not None and model in self._models:
@@ -289,7 +289,7 @@ class Host:
 
     # --- engines ---------------------------------------------------------------------------------
 
-    async def _of(self, model: str, verb: str | None, *arguments: Any) -> Any:
+    async def _call_model(self, model: str, verb: str | None, *arguments: Any) -> Any:
         """Run a verb on a model, after recreating it in an engine if necessary; without a verb only recreate it."""
         losses = 0
         while True:
@@ -298,7 +298,7 @@ class Host:
             model_state = self._models[model]
             standing = await self._engine_with(model_state.spec.base)
             try:
-                await self._bring(standing, model, model_state)
+                await self._recreate(standing, model, model_state)
                 return None if verb is None else await standing.call(verb, model, *arguments)
             except EngineLost as error:
                 losses += 1
@@ -308,65 +308,67 @@ class Host:
             except UsageError:
                 raise  # nothing was done
             except GroupwiseError:
-                await self._take_back(standing, model)
+                await self._drop_half_done(standing, model)
                 raise
 
-    async def _bring(self, standing: _Standing, model: str, model_state: _Model) -> None:
+    async def _recreate(self, standing: _LoadedEngine, model: str, model_state: _Model) -> None:
         """Recreate the model in this engine, in its current state."""
         async with model_state.moving:
             if model in standing.there:
                 return
             after = -1 if model_state.kept is None else model_state.kept
-            repeated = await self._ledger.do(calls.to_repeat, model, after)
+            repeated = await self._ledger.do(calls.calls_to_repeat, model, after)
             await standing.call("create_model", model, model_state.spec, model_state.kept)
             standing.there.add(model)
             try:
                 for kind, content in repeated:
-                    await _repeat(standing, model, kind, content)
+                    await _repeat_call(standing, model, kind, content)
             except BaseException:
-                await self._take_back(standing, model)
+                await self._drop_half_done(standing, model)
                 raise
         if repeated or model_state.kept is not None:
             logger.info("the model %s was made again, with %d calls", model, len(repeated))
 
-    async def _take_back(self, standing: _Standing, model: str) -> None:
+    async def _drop_half_done(self, standing: _LoadedEngine, model: str) -> None:
         """A call failed half done: drop the model, so that it is recreated before its next call."""
         standing.there.discard(model)
         with suppress(GroupwiseError):  # the engine is gone, and the model with it
             await standing.call("drop", model)
 
-    async def _engine_with(self, base: str) -> _Standing:
+    async def _engine_with(self, base: str) -> _LoadedEngine:
         loads = self._loads(base)
         while True:
-            async with self._turn:
+            async with self._engine_lock:
                 run = self._runs.conducted()
-                found = await (self._own(base, loads) if run is None else self._of_run(run, loads))
+                found = await (
+                    self._own_engine(base, loads) if run is None else self._run_engine(run, loads)
+                )
             if found is not None:
                 return found
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(RETRY_INTERVAL)
 
-    async def _of_run(self, run: Conductor, loads: str) -> _Standing | None:
+    async def _run_engine(self, run: Conductor, loads: str) -> _LoadedEngine | None:
         """The run's engine; None while it accepts no calls."""
         if run.phase != "running":
             return None
         engine = cast("object", run.engine)
-        standing = self._standing
+        standing = self._loaded_engine
         if standing is not None and standing.engine is engine:
             if standing.loads != loads:
                 raise UsageError(
                     f"The base model {loads} cannot be had now: {standing.loads} is in memory, and there is one base at a time."
                 )
             return standing
-        if not isinstance(engine, Called):
+        if not isinstance(engine, CallableEngine):
             raise UsageError("The engine of the active run trains nothing beside it.")
         try:
             return await self._open_base(engine, loads, run)
         except EngineLost:
             return None
 
-    async def _own(self, base: str, loads: str) -> _Standing | None:
+    async def _own_engine(self, base: str, loads: str) -> _LoadedEngine | None:
         """The verbs' own engine; None if a run has started meanwhile, or the engine ended before it was ready."""
-        standing = self._standing
+        standing = self._loaded_engine
         if standing is not None and standing.run is None and standing.loads == loads:
             return standing
         async with self._runs.turn:
@@ -377,7 +379,7 @@ class Host:
             except Refusal as refusal:
                 raise UsageError(refusal.message) from None
             self.admit(base)
-            self._standing = None
+            self._loaded_engine = None
             engine = cast("Called", await self._supervisor.begin())
             try:
                 return await self._open_base(engine, loads, None)
@@ -388,29 +390,31 @@ class Host:
                 await self._supervisor.end()
                 raise
 
-    async def _open_base(self, engine: Called, loads: str, run: Conductor | None) -> _Standing:
+    async def _open_base(
+        self, engine: CallableEngine, loads: str, run: Conductor | None
+    ) -> _LoadedEngine:
         order = OpenModels(loads, self._folder, self._most, self._longest)
         base: Base = await engine.call("models.open", order)
-        self._standing = _Standing(engine, base, loads, run)
-        return self._standing
+        self._loaded_engine = _LoadedEngine(engine, base, loads, run)
+        return self._loaded_engine
 
-    async def _release_lost(self, standing: _Standing, error: EngineLost) -> None:
+    async def _release_lost(self, standing: _LoadedEngine, error: EngineLost) -> None:
         """Forget an engine that has ended. Raises TooManyRestarts if that has happened too often."""
-        async with self._turn:
-            if self._standing is not standing:
+        async with self._engine_lock:
+            if self._loaded_engine is not standing:
                 return
-            self._standing = None
+            self._loaded_engine = None
             if standing.run is not None:  # its conductor starts the next engine, or ends
-                await asyncio.sleep(LOOK_AGAIN)
+                await asyncio.sleep(RETRY_INTERVAL)
             elif not is_full(error):
                 logger.warning("the engine of the models is begun again: %s", error)
                 await self._supervisor.pause(error)
 
 
-async def _repeat(standing: _Standing, model: str, kind: str, content: bytes) -> None:
+async def _repeat_call(standing: _LoadedEngine, model: str, kind: str, content: bytes) -> None:
     """Repeat a call whose answer the client already has."""
     if kind == FORWARD_BACKWARD:
-        forward = (await translate.read_aside(content)).forward
+        forward = (await translate.parse_in_thread(content)).forward
         assert isinstance(forward, translate.Forward)  # because it was answered
         await standing.call("forward_backward", model, [*forward.rows], forward.loss)
     elif kind == requests.OptimStep.__name__:

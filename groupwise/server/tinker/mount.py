@@ -23,10 +23,10 @@ from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.routes.context import Serving
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
-from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
-from groupwise.server.tinker.engine_manager import NAME, Host
+from groupwise.server.tinker.engine_manager import NAME, VerbEngineHost
 from groupwise.server.tinker.routes import PREFIX, Authorise, verb_routes
 from groupwise.server.tinker.service import VerbService
 
@@ -47,11 +47,13 @@ class Verbs:
         make_engine: Callable[[], Awaitable[Engine]],
     ) -> None:
         limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
-        self._host = Host(
+        self._host = VerbEngineHost(
             runs=runs,
             supervisor=EngineSupervisor(make_engine, limits),
             ledger=ledger,
-            allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
+            allowed=AllowedModels(
+                Path(config.model_dir).expanduser(), tuple(config.allowed_models)
+            ),
             folder=str(config.folder / FOLDER),
             most=config.max_models,
             longest=config.max_context_length,
@@ -83,7 +85,7 @@ class Verbs:
         await self._host.close()
 
 
-class InFront:
+class VerbsMiddleware:
     """Routes requests below `PREFIX` to the verbs, and all others to the wrapped application."""
 
     def __init__(

@@ -18,7 +18,7 @@ from groupwise.server.tinker.futures import (
     TooManyCalls,
     UnknownAnswer,
 )
-from groupwise.server.tinker.sessions import NotThere
+from groupwise.server.tinker.sessions import NotFound
 
 OF_OTHERS = (
     "unauthorised",
@@ -75,8 +75,8 @@ CODES: Mapping[str, Kind] = {
 }
 """Every code that a request can be refused with."""
 
-_OF: Mapping[type[GroupwiseError], str] = {
-    NotThere: "not_there",
+_CODE_OF_ERROR: Mapping[type[GroupwiseError], str] = {
+    NotFound: "not_there",
     UnknownAnswer: "unknown_answer",
     AnswerGone: "answer_gone",
     Unsupported: "unsupported",
@@ -94,4 +94,6 @@ def code_of(error: Exception) -> str:
     """Code of an exception; `internal` for an error of the server itself."""
     if isinstance(error, Refusal):
         return error.code
-    return next((code for kind, code in _OF.items() if isinstance(error, kind)), "internal")
+    return next(
+        (code for kind, code in _CODE_OF_ERROR.items() if isinstance(error, kind)), "internal"
+    )

@@ -16,7 +16,7 @@ from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
-from groupwise.server.tinker.sessions import Opened, Sampler
+from groupwise.server.tinker.sessions import Sampler, SessionRegistry
 from groupwise.tasks.rollouts.seeds import derive
 
 
@@ -24,7 +24,7 @@ class SamplingCalls:
     """The sampling calls of all samplers."""
 
     def __init__(
-        self, opened: Opened, engine: VerbEngine, futures: Futures, ledger: Ledger
+        self, opened: SessionRegistry, engine: VerbEngine, futures: Futures, ledger: Ledger
     ) -> None:
         self._opened = opened
         self._engine = engine
@@ -65,7 +65,7 @@ class SamplingCalls:
         """Start a sample; returns the id of the call, and one id for each sequence."""
         sampler = self._opened.sampler(body.sampling_session_id)
         sequences = [f"{sampler.id}:{body.seq_id}:{index}" for index in range(body.num_samples)]
-        _order(body, await self._engine.base(sampler.base))  # refuse early
+        _sample_order(body, await self._engine.base(sampler.base))  # refuse early
         return self.begin_sample(body), sequences
 
     def begin_sample(self, body: requests.Sample) -> str:
@@ -79,7 +79,7 @@ class SamplingCalls:
         weights = sampler.weights or sampler.base
 
         async def work() -> Outcome:
-            order = _order(body, await self._engine.base(sampler.base))
+            order = _sample_order(body, await self._engine.base(sampler.base))
             result = await self._engine.sample(weights, order)
             length, last = len(order.prompt_ids), body.prompt_logprobs_last_n
             return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last))
@@ -89,7 +89,7 @@ class SamplingCalls:
         return id
 
 
-def _order(body: requests.Sample, base: Base) -> VerbSample:
+def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
     prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
     settings = body.sampling_params
     room = base.longest - len(prompt)
@@ -105,12 +105,12 @@ def _order(body: requests.Sample, base: Base) -> VerbSample:
             f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
         )
     return VerbSample(
-        prompt, _seeds(body), _params(settings, base, room), bool(body.prompt_logprobs)
+        prompt, _seeds(body), _sampling_params(settings, base, room), bool(body.prompt_logprobs)
     )
 
 
-def _params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:
-    texts, tokens = _stops(settings.stop, base)
+def _sampling_params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:
+    texts, tokens = _split_stops(settings.stop, base)
     return SamplingParams(
         max_tokens=settings.max_tokens or room,
         temperature=settings.temperature,
@@ -121,7 +121,7 @@ def _params(settings: requests.SamplingSettings, base: Base, room: int) -> Sampl
     )
 
 
-def _stops(
+def _split_stops(
     stop: str | list[str] | list[int] | None, base: Base
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Texts and token ids that end a completion."""

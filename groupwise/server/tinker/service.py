@@ -27,7 +27,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.futures import AnswerGone, Futures, Limits, TooManyCalls
 from groupwise.server.tinker.sampling import SamplingCalls
-from groupwise.server.tinker.sessions import Opened
+from groupwise.server.tinker.sessions import SessionRegistry
 from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
 
 BodyT = TypeVar("BodyT", bound=requests.Body)
@@ -59,7 +59,7 @@ class VerbService:
         self._engine = engine
         self._ledger = ledger
         self.futures = Futures(ledger, limits)
-        self.opened = Opened(engine, self.futures, ledger, clock)
+        self.opened = SessionRegistry(engine, self.futures, ledger, clock)
         self.training = TrainingCalls(self.opened, engine, ledger, keep_every)
         self.sampling = SamplingCalls(self.opened, engine, self.futures, ledger)
 
@@ -76,7 +76,7 @@ class VerbService:
         for row in found:
             if row.state == "waiting":
                 try:
-                    self._begin_again(row)
+                    self._restart_call(row)
                 except UsageError as error:
                     # A refused request has taken its number again, so `abandon` does nothing. A call whose model is gone fails here.
                     self.futures.abandon(row.id, error)
@@ -84,19 +84,19 @@ class VerbService:
                     logger.exception("the call %s of an earlier process cannot go on", row.id)
                     self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
 
-    def _begin_again(self, row: CallRow) -> None:
+    def _restart_call(self, row: CallRow) -> None:
         """Start a call again that had no outcome when the last process ended."""
         assert row.content is not None
         begin: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
                 translate.read(content)
             ),
-            "CreateModel": _reading(requests.CreateModel, self.training.create_model),
-            "OptimStep": _reading(requests.OptimStep, self.training.optim_step),
-            "SaveWeights": _reading(requests.SaveWeights, self.training.save_weights),
-            "LoadWeights": _reading(requests.LoadWeights, self.training.load_weights),
-            "SaveForSampler": _reading(requests.SaveForSampler, self.training.save_for_sampler),
-            "Sample": _reading(requests.Sample, self.sampling.begin_sample),
+            "CreateModel": _parse_then(requests.CreateModel, self.training.create_model),
+            "OptimStep": _parse_then(requests.OptimStep, self.training.optim_step),
+            "SaveWeights": _parse_then(requests.SaveWeights, self.training.save_weights),
+            "LoadWeights": _parse_then(requests.LoadWeights, self.training.load_weights),
+            "SaveForSampler": _parse_then(requests.SaveForSampler, self.training.save_for_sampler),
+            "Sample": _parse_then(requests.Sample, self.sampling.begin_sample),
         }
         if row.kind == REFUSED:
             error = UsageError("This request was refused before.")
@@ -104,7 +104,7 @@ class VerbService:
         else:
             begin[row.kind](row.content)
 
-    async def accepted(self, id: str) -> None:
+    async def wait_until_persisted(self, id: str) -> None:
         """Wait until a call is in the ledger, so that its client may get the id. Raises LedgerUnavailable if that takes too long."""
         await self.futures.wait_until_persisted(id, ACCEPTED_WITHIN)
 
@@ -148,6 +148,6 @@ class VerbService:
         return await self.futures.wait_for_answer(id, timeout)
 
 
-def _reading(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
+def _parse_then(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
     """Returns a function that starts a call from its stored content."""
     return lambda content: begin(kind.model_validate_json(content))

@@ -27,7 +27,7 @@ SESSION_SILENCE = 600.0
 """Seconds without a heartbeat after which a session's models may be released; clients send one every ten seconds."""
 
 
-class NotThere(UsageError):
+class NotFound(UsageError):
     """There is no session, model or sampler with this id."""
 
     code = "not_there"
@@ -68,7 +68,7 @@ class Sampler:
     path: str | None
 
 
-class Opened:
+class SessionRegistry:
     """All open sessions, models and samplers of this server."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Opened:
             self._sessions[row.session].models.add(row.id)
         for row in samplers:
             weights = None if row.weights is None else Stored(**row.weights)
-            self.know_sampler(row.id, row.base, weights)
+            self.register_sampler(row.id, row.base, weights)
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Opened:
     def session(self, id: str) -> Session:
         """Note that a session is alive, and return it. Raises NotThere if there is none."""
         if id not in self._sessions:
-            raise NotThere(
+            raise NotFound(
                 f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
                 "a run that was started with `replace`. Make a new ServiceClient; what was saved can be loaded by its path."
             )
@@ -204,7 +204,7 @@ class Opened:
         """A model of an open session. Raises NotThere if it is missing."""
         self.session(session_of(id))
         if id not in self.models:
-            raise NotThere(f"There is no model {id!r} in its session.")
+            raise NotFound(f"There is no model {id!r} in its session.")
         return self.models[id]
 
     # --- samplers --------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Opened:
         if self._samplers.setdefault(sampler.id, sampler) != sampler:
             raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
 
-    def know_sampler(self, id: str, base: str, weights: Stored | None) -> None:
+    def register_sampler(self, id: str, base: str, weights: Stored | None) -> None:
         """Register a sampler that is in the ledger. If it is known already, this is a repeated call."""
         if id in self._samplers:
             return
@@ -228,7 +228,7 @@ class Opened:
     def sampler(self, id: str) -> Sampler:
         """A sampler by id. Raises NotThere if it is missing."""
         if id not in self._samplers:
-            raise NotThere(
+            raise NotFound(
                 f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."
             )
         return self._samplers[id]

@@ -22,7 +22,7 @@ from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
-from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotThere, Opened, session_of
+from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotFound, SessionRegistry, session_of
 from groupwise.tasks.rollouts.seeds import derive
 
 EPHEMERAL_KEPT = 8
@@ -34,7 +34,9 @@ FORWARD_BACKWARD = "forward_backward"
 class TrainingCalls:
     """The training calls of all models."""
 
-    def __init__(self, opened: Opened, engine: VerbEngine, ledger: Ledger, keep_every: int) -> None:
+    def __init__(
+        self, opened: SessionRegistry, engine: VerbEngine, ledger: Ledger, keep_every: int
+    ) -> None:
         """`keep_every`: number of updates after which a model's state is kept."""
         self._opened = opened
         self._engine = engine
@@ -60,12 +62,12 @@ class TrainingCalls:
         )
 
         async def make() -> Outcome:
-            await self._make(model, spec)
-            return _json({"model_id": model.id, "type": "create_model"})
+            await self._create(model, spec)
+            return _json_outcome({"model_id": model.id, "type": "create_model"})
 
         return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
 
-    async def _make(self, model: Model, spec: ModelSpec) -> None:
+    async def _create(self, model: Model, spec: ModelSpec) -> None:
         # Their models may occupy the room that this one needs.
         await self._opened.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
@@ -78,7 +80,7 @@ class TrainingCalls:
         """Describe a created model for the client."""
         found = self._opened.model(model)
         if found.spec is None:
-            raise NotThere(f"The model {model} has not been made yet.")
+            raise NotFound(f"The model {model} has not been made yet.")
         base = await self._engine.base(found.spec.base)
         return {
             "type": "get_info",
@@ -132,7 +134,7 @@ class TrainingCalls:
             finite = result.applied and math.isfinite(result.grad_norm)
             norm = result.grad_norm if finite else None
             finite_sums = {name: value for name, value in sums.items() if math.isfinite(value)}
-            outcome = _json({"metrics": {"grad_norm": norm}})
+            outcome = _json_outcome({"metrics": {"grad_norm": norm}})
             if norm is None:  # the call has failed, but has changed the model: its gradient is gone
                 outcome = failed_outcome(
                     f"The gradient was not finite (norm {result.grad_norm}), so the update was left out and the gradient cleared.",
@@ -154,7 +156,7 @@ class TrainingCalls:
             await self._engine.save_state(
                 model.id, body.path, overwrite=body.overwrite, call=body.seq_id
             )
-            return _json({"path": path_of(stored), "type": "save_weights"})
+            return _json_outcome({"path": path_of(stored), "type": "save_weights"})
 
         return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
 
@@ -170,7 +172,7 @@ class TrainingCalls:
                     raise UsageError(
                         f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
                     )
-                await self._make(new, spec)
+                await self._create(new, spec)
                 return await self._load(new, body, 0, stored)
 
             return new.id, new.line.submit(0, content_of(body), make, kind_of(body))
@@ -193,7 +195,7 @@ class TrainingCalls:
         """
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
-        answer = _json({"path": body.path, "type": "load_weights"})
+        answer = _json_outcome({"path": body.path, "type": "load_weights"})
         return replace(answer, changed=True, kept=call)
 
     async def weights_info(self, path: str) -> dict[str, Any]:
@@ -221,7 +223,7 @@ class TrainingCalls:
             assert body.path is not None
             await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
             path = path_of(Stored(model.id, "sampler_weights", body.path))
-            return _json({"path": path, "type": "save_weights_for_sampler"})
+            return _json_outcome({"path": path, "type": "save_weights_for_sampler"})
 
         async def for_a_sampler() -> Outcome:
             assert model.spec is not None
@@ -232,10 +234,12 @@ class TrainingCalls:
             await self._ledger.do_when_writable(
                 calls.add_sampler, sampler, session, base, asdict(stored)
             )
-            self._opened.know_sampler(sampler, base, stored)
+            self._opened.register_sampler(sampler, base, stored)
             while len(model.ephemeral) > EPHEMERAL_KEPT:
                 await self._engine.drop_sampler(model.ephemeral.pop(0))
-            return _json({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
+            return _json_outcome(
+                {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
+            )
 
         work = named if body.path is not None else for_a_sampler
         return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
@@ -261,5 +265,5 @@ def optimiser_of(body: requests.OptimStep) -> OptimiserParams:
     )
 
 
-def _json(value: Mapping[str, Any]) -> Outcome:
+def _json_outcome(value: Mapping[str, Any]) -> Outcome:
     return Outcome("answered", JSON, json.dumps(value).encode())

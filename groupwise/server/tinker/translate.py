@@ -80,7 +80,7 @@ def read(body: bytes) -> ForwardRequest:
     return ForwardRequest(message.model_id, message.seq_id, content, forward)
 
 
-async def read_aside(body: bytes) -> ForwardRequest:
+async def parse_in_thread(body: bytes) -> ForwardRequest:
     """See `read`; in a thread if the body is large."""
     return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
 
@@ -91,7 +91,7 @@ def parse_forward_backward(body: bytes) -> Any:
 
     found = messages().ForwardBackwardRequest()
     try:
-        _check_number(body, found.DESCRIPTOR)
+        _check_field_count(body, found.DESCRIPTOR)
         found.ParseFromString(body)
     except (DecodeError, IndexError) as error:
         raise UsageError(
@@ -100,7 +100,7 @@ def parse_forward_backward(body: bytes) -> Any:
     return found
 
 
-def _check_number(body: bytes, descriptor: Any) -> None:
+def _check_field_count(body: bytes, descriptor: Any) -> None:
     """UsageError for more than MOST_FIELDS, before any of them is created; IndexError if the body ends too early."""
     left = [(0, len(body), descriptor)]
     number = 0
@@ -144,11 +144,11 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 
 def forward_of(message: Any) -> Forward:
     """Rows and loss of a request. UsageError names the invalid datum and field."""
-    loss = loss_of(message.loss_fn, _settings(message))
+    loss = loss_of(message.loss_fn, _loss_settings(message))
     if not message.data:
         raise UsageError("forward_backward has no data; it needs at least one datum.")
     kind = LOSSES[message.loss_fn]
-    rows = tuple(_row(datum, kind, index) for index, datum in enumerate(message.data))
+    rows = tuple(_datum_row(datum, kind, index) for index, datum in enumerate(message.data))
     return Forward(rows, loss, message.forward_only)
 
 
@@ -234,7 +234,7 @@ def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _row(datum: Any, kind: ClientLoss, index: int) -> Row:
+def _datum_row(datum: Any, kind: ClientLoss, index: int) -> Row:
     where = f"data[{index}]"
     inputs = text_tokens(datum.model_input, f"{where}.model_input")
     for name in datum.loss_fn_inputs:
@@ -242,7 +242,9 @@ def _row(datum: Any, kind: ClientLoss, index: int) -> Row:
             raise UsageError(
                 f"{where}.loss_fn_inputs has {name!r}, which this loss does not take. It takes: {', '.join(kind.inputs)}."
             )
-    values = {name: _tensor(datum.loss_fn_inputs, name, len(inputs), where) for name in kind.inputs}
+    values = {
+        name: _input_values(datum.loss_fn_inputs, name, len(inputs), where) for name in kind.inputs
+    }
     targets = tuple(int(value) for value in values["target_tokens"])
     _check_targets(inputs, targets, where)
     credits = tuple(values[kind.inputs[-1]])
@@ -274,7 +276,7 @@ def _check_targets(inputs: Sequence[int], targets: Sequence[int], where: str) ->
         )
 
 
-def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> list[float]:
+def _input_values(tensors: Mapping[str, Any], name: str, length: int, where: str) -> list[float]:
     """The values of an input, which must be dense, finite and as long as the model input."""
     place = f"{where}.loss_fn_inputs[{name!r}]"
     if name not in tensors:
@@ -305,7 +307,7 @@ def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> l
     return values
 
 
-def _settings(message: Any) -> dict[str, float]:
+def _loss_settings(message: Any) -> dict[str, float]:
     """`loss_fn_config_v2` if it is set, else the older field."""
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)

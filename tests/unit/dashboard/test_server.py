@@ -29,7 +29,7 @@ from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.mounted import mount_dashboard
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import REFRESH_SECONDS, WatchedServer
-from groupwise.server.serve import Built
+from groupwise.server.serve import Services
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import RUN, FakeService
 from tests.unit.server.http_client import keyring
@@ -155,7 +155,7 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
 
 def mounted(folder: Path, keys: Keyring | None) -> Any:
     config = ServerConfig(output_dir=str(folder))
-    serving, answers = Built(FakeService()).application(config, keys)
+    serving, answers = Services(FakeService()).application(config, keys)
     return mount_dashboard(config, keys)(answers, serving)
 
 

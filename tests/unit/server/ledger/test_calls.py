@@ -43,7 +43,7 @@ def opened(ledger: Transaction) -> Transaction:
 
 
 def repeated(ledger: Transaction, after: int = -1) -> list[tuple[str, bytes]]:
-    return calls.to_repeat(ledger, MODEL, after)
+    return calls.calls_to_repeat(ledger, MODEL, after)
 
 
 def test_a_session_of_one_name_is_opened_once(opened):

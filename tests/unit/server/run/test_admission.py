@@ -9,13 +9,13 @@ import pytest
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.run import admission as admission_module
-from groupwise.server.run.admission import Admission, Room, Traffic
+from groupwise.server.run.admission import Admission, Capacity, Traffic
 
 TIMEOUT_S = 30.0
 
 
 def admission(size: int = 2, staleness: int = 1, manual: bool = False, **state: int) -> Admission:
-    room = Room(groups_per_step=size, staleness=staleness, manual=manual, most=5)
+    room = Capacity(groups_per_step=size, staleness=staleness, manual=manual, most=5)
     return Admission(room, Traffic(**state), next_draw=0)
 
 

@@ -55,7 +55,7 @@ class Loop:
     async def go(self, service: VerbService, first: int = 0, last: int = CALLS) -> None:
         for number in range(first, last):
             id = self.send(service, number)
-            await service.accepted(id)
+            await service.wait_until_persisted(id)
             self.ids[number:] = [id]
 
     async def answers(self, service: VerbService) -> list[Outcome | None]:
