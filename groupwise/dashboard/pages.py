@@ -144,7 +144,7 @@ def form_route(path: str, do: HandleForm, role: Role = Role.ACT) -> Route:
 
 
 def visitor_of(request: Request) -> Visitor | None:
-    """See `Door.visitor`."""
+    """See `AccessControl.visitor`."""
     context: DashboardContext = request.app.state.context
     cookie = request.cookies.get(cookie_name(request.headers, root_path(request)))
     return context.access.visitor(request.headers, cookie)

@@ -43,7 +43,7 @@ class SavedFolders:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def place(self, stored: Stored) -> Path:
+    def path_of(self, stored: Stored) -> Path:
         """Path of its folder, which need not exist."""
         return self._model_folder(stored.model) / stored.kind / stored.name
 
@@ -53,7 +53,7 @@ class SavedFolders:
 
     def read(self, stored: Stored) -> Saved:
         """Read its description; raises UsageError if it is missing."""
-        path = self.place(stored) / DESCRIPTION
+        path = self.path_of(stored) / DESCRIPTION
         try:
             found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -65,7 +65,7 @@ class SavedFolders:
 
     def check_free(self, stored: Stored, call: int) -> None:
         """Raise UsageError if the name is taken, unless by this same call."""
-        if not self.place(stored).is_dir() or self.read(stored).call == call:
+        if not self.path_of(stored).is_dir() or self.read(stored).call == call:
             return
         raise UsageError(f"There is something saved as {stored.name} already; choose another name.")
 
@@ -76,8 +76,8 @@ class SavedFolders:
 
     def forget(self, stored: Stored) -> None:
         """Delete the weights, if they exist."""
-        if self.place(stored).is_dir():
-            atomic_files.remove_folder(self.place(stored))
+        if self.path_of(stored).is_dir():
+            atomic_files.remove_folder(self.path_of(stored))
 
     def forget_automatic(self, model: str, *, before: int | None = None) -> None:
         """Delete the automatic states of a model. With `before`, only those of earlier calls are deleted, and so many stay that

@@ -241,7 +241,7 @@ class EngineModels:
                 f"{there.train_mlp}, unembed {there.train_unembed}; this model is on {own.base} with rank {own.rank}, attn "
                 f"{own.train_attn}, mlp {own.train_mlp}, unembed {own.train_unembed}. They must be equal."
             )
-        folder = self._current.folders.place(stored)
+        folder = self._current.folders.path_of(stored)
         if with_optimiser:
             held.parts.learner.load(str(folder))
         else:
@@ -294,7 +294,7 @@ class EngineModels:
             write(folder)
             folders.describe(folder, saved)
 
-        atomic_files.make_folder(folders.place(stored), fill, replace=True)
+        atomic_files.make_folder(folders.path_of(stored), fill, replace=True)
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class EngineModels:
             if not order.prompt_logprobs:
                 return VerbSampled(completions)
             if sampler.weights is not None and not sampler.learner_reads:
-                folder = here.folders.place(sampler.weights)
+                folder = here.folders.path_of(sampler.weights)
                 sampler.parts.model.call_now("learner.load_weights", str(folder))
                 sampler.learner_reads = True
             first, after = order.prompt_ids[:1], order.prompt_ids[1:]
@@ -364,7 +364,7 @@ class EngineModels:
             )
             self._samplers.append(sampler)
         if weights is not None and saved is not None:
-            folder = str(self._current.folders.place(weights))
+            folder = str(self._current.folders.path_of(weights))
             policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
             self._samplers.remove(sampler)  # a failed read leaves it in an unknown state
             try:

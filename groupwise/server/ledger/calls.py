@@ -1,7 +1,7 @@
 """Sessions, models, samplers and calls of clients that train by verbs, with each call's outcome; see `groupwise.server.tinker`.
 
 A call is stored before it is acknowledged, and its result before the client gets it. A client's loop therefore survives the end of any
-process: the engine's models are recreated from their last kept state by repeating the calls that followed it (`to_repeat`); a new server
+process: the engine's models are recreated from their last kept state by repeating the calls that followed it (`calls_to_repeat`); a new server
 restores the sessions, models and samplers, and does the calls that still wait.
 
 A call's content is deleted once it will not be repeated; its outcome is deleted when its session ends or too many are kept.
@@ -120,7 +120,7 @@ def add_sampler(
     )
 
 
-def accept(transaction: Transaction, call: CallRow) -> None:
+def insert_call(transaction: Transaction, call: CallRow) -> None:
     """Store a call. It is ignored if its session has ended meanwhile."""
     transaction.execute(
         """INSERT INTO verb_calls (id, session, line, sequence, kind, digest, content)
@@ -129,7 +129,7 @@ def accept(transaction: Transaction, call: CallRow) -> None:
     )
 
 
-def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
+def record_outcome(transaction: Transaction, id: str, outcome: Outcome) -> None:
     """Store a call's outcome, and delete contents that need not be repeated any more."""
     row = transaction.first("SELECT line, sequence FROM verb_calls WHERE id = ?", (id,))
     if row is None:  # its session has ended
@@ -171,7 +171,7 @@ def calls_to_repeat(transaction: Transaction, model: str, after: int) -> list[tu
     return [(kind, content) for kind, content in rows]
 
 
-def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
+def delete_answers(transaction: Transaction, ids: Sequence[str]) -> None:
     """Delete answers that are no longer needed. Calls that may be repeated stay, and so does the last call of each line, whose number
     `all_models` reads.
     """

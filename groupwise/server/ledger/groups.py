@@ -16,7 +16,7 @@ from typing import Any
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.types import Group, Prompt, from_json, to_json
 from groupwise.runs.encoding import label
-from groupwise.server.ledger.group_states import TABLE, State, after, before
+from groupwise.server.ledger.group_states import TABLE, State, next_state, states_before
 from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.schema import FREE, sql_list
 from groupwise.server.ledger.transaction import Row, Transaction
@@ -143,7 +143,7 @@ LIVING: tuple[State, ...] = ("open", "rewarded", "held", "planned")
 """States of groups that a step may still train."""
 
 
-def living(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
+def living_groups(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
     """The run's groups that have not ended, oldest first."""
     return _select_groups(
         transaction,
@@ -164,7 +164,7 @@ def count_groups(
     return {state: numbers.get(state, 0) for state in states}
 
 
-def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
+def find_by_echo(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
     """The group that an echo refers to: the oldest open one with this content, else the one rewarded last, else the newest."""
     rows = transaction.all(
         f"""SELECT {_COLUMNS} FROM groups WHERE content = ? AND run = ?
@@ -192,11 +192,11 @@ def give_up(transaction: Transaction, group: str) -> GroupRow:
         return row
     if row.state == "expired":
         raise Refusal("lease_expired", f"the lease of group {row.id} has expired: it is over.")
-    if row.state not in before("give_up"):
+    if row.state not in states_before("give_up"):
         raise Refusal(
             "group_in_use", f"group {row.id} is {row.state}: it can no longer be given up."
         )
-    move(transaction, [row], after(row.state, "give_up"))
+    set_group_state(transaction, [row], next_state(row.state, "give_up"))
     return read_group(transaction, row.id)
 
 
@@ -205,13 +205,13 @@ def expire_overdue(transaction: Transaction) -> list[GroupRow]:
     overdue = _select_groups(
         transaction, "state = 'open' AND lease_end <= ? ORDER BY lease_end", (transaction.uptime,)
     )
-    move(transaction, overdue, after("open", "expire"))
+    set_group_state(transaction, overdue, next_state("open", "expire"))
     return overdue
 
 
 def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[GroupRow]:
     """End the run's waiting and held groups that were sampled at a step before `sampled_before`; returns them with their earlier states."""
-    states = before("go_stale")
+    states = states_before("go_stale")
     outrun = _select_groups(
         transaction,
         f"run = ? AND state IN ({_placeholders(states)}) AND sampled_step < ? ORDER BY accepted",
@@ -219,7 +219,7 @@ def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[Gr
     )
     reason = f"sampled before step {sampled_before}"
     for row in outrun:
-        move(transaction, [row], after(row.state, "go_stale"), reason)
+        set_group_state(transaction, [row], next_state(row.state, "go_stale"), reason)
     return outrun
 
 
@@ -245,10 +245,10 @@ def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
 _NEVER_TRAINED: tuple[State, ...] = (*FREE, "stale")
 
 
-def move(
+def set_group_state(
     transaction: Transaction, groups: Iterable[GroupRow], state: State, reason: str | None = None
 ) -> None:
-    """Set the state of groups, as computed by `group_states.after`; the database refuses impossible transitions."""
+    """Set the state of groups, as computed by `group_states.next_state`; the database refuses impossible transitions."""
     transaction.connection.executemany(
         "UPDATE groups SET state = ?, reason = ? WHERE id = ?",
         [(state, None if reason is None else label(reason), group.id) for group in groups],

@@ -29,7 +29,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class CompletionId:
     """The parsed id of a group, or of one completion of a group."""
 
     group: str
@@ -53,19 +53,19 @@ class Member:
     """A group's member, for one call."""
 
     row: GroupRow
-    place: int
+    index: int
 
 
-def parse_id(id: str) -> Named:
+def parse_id(id: str) -> CompletionId:
     """Parse the id of a group, of its completion (`chatcmpl-…`), or of one of its members."""
     match = _ID.fullmatch(id)
     if match is None:
-        return Named(id)
+        return CompletionId(id)
     member = match["member"]
-    return Named(match["group"], None if member is None else int(member))
+    return CompletionId(match["group"], None if member is None else int(member))
 
 
-def share(transaction: Transaction, gathering: Gathering, group: str) -> Member:
+def share_group(transaction: Transaction, gathering: Gathering, group: str) -> Member:
     """Register a newly opened group to be shared by these calls; its first member goes to the current call."""
     transaction.insert(
         "handed_out",
@@ -104,12 +104,12 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
     return Member(read_group(transaction, group), given)
 
 
-def give(transaction: Transaction, member: Member) -> bool:
+def hand_out(transaction: Transaction, member: Member) -> bool:
     """Record that a call gets the member; False if another call got it, or the group ended, meanwhile."""
     changed = transaction.execute(
         """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
         AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
-        (member.row.id, member.place),
+        (member.row.id, member.index),
     )
     return changed.rowcount == 1
 
@@ -117,7 +117,7 @@ def give(transaction: Transaction, member: Member) -> bool:
 # --- rewards --------------------------------------------------------------------------------------
 
 
-def accept(transaction: Transaction, run: str, post: Post) -> Posted:
+def accept_post(transaction: Transaction, run: str, post: Post) -> Posted:
     """Accept the rewards of a group, or the reward of one member; see `rewards.accept_rewards`, also for the refusals.
 
     A post for the whole group must agree with rewards already accepted for members; otherwise it is refused with `already_rewarded`.

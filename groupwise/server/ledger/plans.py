@@ -14,8 +14,8 @@ from typing import Any, Literal
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.core import atomic_files
 from groupwise.runs.encoding import label, pack_json, unpack_json
-from groupwise.server.ledger.group_states import MoveError, after, before
-from groupwise.server.ledger.groups import GroupRow, move, read_group
+from groupwise.server.ledger.group_states import MoveError, next_state, states_before
+from groupwise.server.ledger.groups import GroupRow, read_group, set_group_state
 from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
@@ -85,7 +85,7 @@ def make_plan(
         row = _trainable_group(transaction, run, group)
         transaction.execute(
             "UPDATE groups SET state = ?, plan = ?, position = ? WHERE id = ?",
-            (after(row.state, "plan"), plan, position, row.id),
+            (next_state(row.state, "plan"), plan, position, row.id),
         )
     return _read_plan(transaction, plan)
 
@@ -113,7 +113,7 @@ def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained
         ),
     )
     if plan.state == "planned":
-        move(transaction, groups_of(transaction, plan), after("planned", "train"))
+        set_group_state(transaction, groups_of(transaction, plan), next_state("planned", "train"))
     return _read_plan(transaction, plan.id)
 
 
@@ -127,7 +127,9 @@ def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> Pl
     transaction.execute(
         "UPDATE plans SET state = 'quarantined', reason = ? WHERE id = ?", (label(reason), plan.id)
     )
-    move(transaction, groups_of(transaction, plan), after("planned", "quarantine"), reason)
+    set_group_state(
+        transaction, groups_of(transaction, plan), next_state("planned", "quarantine"), reason
+    )
     return _read_plan(transaction, plan.id)
 
 
@@ -189,7 +191,7 @@ def _trainable_group(transaction: Transaction, run: str, group: str) -> GroupRow
     row = read_group(transaction, group)
     if row.run != run:
         raise Refusal("unknown_group", f"group {group} is of run {row.run}, not of {run}.")
-    if row.state in before("plan"):
+    if row.state in states_before("plan"):
         return row
     if row.state in _PROBLEM_CODES:
         raise Refusal(

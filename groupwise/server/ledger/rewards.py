@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
-from groupwise.server.ledger.group_states import State, after
-from groupwise.server.ledger.groups import Echo, GroupRow, matching, read_group
+from groupwise.server.ledger.group_states import State, next_state
+from groupwise.server.ledger.groups import Echo, GroupRow, find_by_echo, read_group
 from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
@@ -60,7 +60,7 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
     """
     if isinstance(post.group, str):
         group = read_group(transaction, post.group)
-    elif (found := matching(transaction, run, post.group)) is not None:
+    elif (found := find_by_echo(transaction, run, post.group)) is not None:
         group = found
     else:
         raise Refusal(
@@ -92,7 +92,7 @@ def _accept_first(transaction: Transaction, group: GroupRow, post: Post) -> Post
             f"the lease of group {group.id} has expired: its rewards came too late. Ask for completions again; "
             "`lease_seconds` of /start sets the time.",
         )
-    state = after(group.state, "hold" if post.include == "hold" else "reward")
+    state = next_state(group.state, "hold" if post.include == "hold" else "reward")
     rewards = json.dumps(post.rewards, allow_nan=False)
     transaction.execute(
         """UPDATE groups SET state = ?, rewards = ?, answer = ?,
@@ -111,7 +111,7 @@ def _accept_again(transaction: Transaction, group: GroupRow, post: Post) -> Post
         )
     if group.state == "held" and post.include == "next":
         require_active(transaction, group.run)
-        state = after(group.state, "release")
+        state = next_state(group.state, "release")
         transaction.execute(
             "UPDATE groups SET state = ?, answer = ? WHERE id = ?",
             (state, pack_json(post.answer), group.id),

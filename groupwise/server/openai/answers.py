@@ -35,7 +35,7 @@ INCOMPLETE = "\ufffd"
 """Contained in the text of a token that holds only part of a character."""
 
 
-def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
+def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """The complete response, without streaming."""
     common: dict[str, Any] = {**_response_metadata(kind, completed), "usage": _usage(completed)}
     if kind == "text":
@@ -133,18 +133,18 @@ class StreamEncoder:
         self._model = model
         self._created = created
 
-    def begin(self, id: str, choices: int) -> Iterator[bytes]:
+    def first_chunks(self, id: str, choices: int) -> Iterator[bytes]:
         """The chunks that precede all text."""
         self._id = PREFIX[self._kind] + id
         if self._kind == "chat":
             for place in range(choices):
                 yield self._encode_chunk([self._choice_delta(place, "", role="assistant")])
 
-    def more(self, place: int, text: str) -> bytes:
+    def text_chunk(self, place: int, text: str) -> bytes:
         """A chunk with more text of a choice."""
         return self._encode_chunk([self._choice_delta(place, text)])
 
-    def end(self, completed: Completed) -> Iterator[bytes]:
+    def last_chunks(self, completed: Completed) -> Iterator[bytes]:
         """The final chunk of each choice, then the end of the stream."""
         about = _response_metadata(self._kind, completed)
         for place, choice in enumerate(completed.choices):
@@ -183,9 +183,9 @@ class StreamEncoder:
         }
         if self._usage:
             piece["usage"] = None
-        return event(piece | (about or {}))
+        return encode_event(piece | (about or {}))
 
 
-def event(data: Any) -> bytes:
+def encode_event(data: Any) -> bytes:
     """Encode a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

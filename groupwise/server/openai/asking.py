@@ -1,4 +1,4 @@
-"""Converts a request in OpenAI's format into an `Ask` for the engine.
+"""Converts a request in OpenAI's format into a `GenerationRequest` for the engine.
 
 Whether a completion is stored can be set in the body or by headers, because not every client library allows extra fields in the body.
 """

@@ -145,7 +145,7 @@ class OpenAIService:
 
     def _run_status(self) -> RunStatus | None:
         try:
-            return self._host.active().now
+            return self._host.active().status
         except Refusal as refusal:
             if refusal.code not in ("not_started", "finished"):
                 raise
@@ -170,7 +170,7 @@ class OpenAIService:
     async def stream(
         self, ask: GenerationRequest, caller: Caller
     ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
-        """Yields `Begun`, then texts as they are written, then the complete result. Stored completions are on disk before the last item.
+        """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last item.
 
         Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
         """
@@ -204,7 +204,7 @@ class OpenAIService:
     ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        if ask.model not in _model_names(conductor.now):
+        if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
         keeping = StoreOptions(caller, conductor.request.lease_seconds, render)
         if not ask.store:
@@ -214,7 +214,7 @@ class OpenAIService:
         size = ask.gather.size or conductor.request.num_completions_per_prompt
         common = ask.hash_with(size)
         name = f"same:{common}" if ask.gather.name is None else f"name:{ask.gather.name}"
-        gathering = Gathering(conductor.now.run, caller.key_id, name, common)
+        gathering = Gathering(conductor.status.run, caller.key_id, name, common)
         async with self._one_at_a_time(gathering):
             kept = await self._next_member(ask, gathering, conductor, keeping)
             if kept is None:
@@ -256,7 +256,7 @@ class OpenAIService:
         completed = Completed(
             id=progress.id,
             group=None,
-            run=conductor.now.run,
+            run=conductor.status.run,
             step=first.step,
             fingerprint=first.fingerprint,
             created=time.time(),
@@ -288,7 +288,7 @@ class OpenAIService:
             choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
             stored = await self._ledger.do(
                 storing.keep_group,
-                conductor.now.run,
+                conductor.status.run,
                 group,
                 sampled,
                 choices,
@@ -306,7 +306,7 @@ class OpenAIService:
         keeping: StoreOptions,
     ) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
-        now = conductor.now
+        now = conductor.status
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
         found = await self._ledger.do(storing.next_member, gathering, oldest)
         if found is None:
@@ -396,5 +396,5 @@ def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]
 
 
 def _no_response(_: Completed) -> StoredResponse:
-    """A stream needs no rendered response: `Pieces` encodes its chunks."""
+    """A stream needs no rendered response: `StreamEncoder` encodes its chunks."""
     return StoredResponse(200, b"")

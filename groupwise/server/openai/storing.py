@@ -63,7 +63,9 @@ def keep_group(
             transaction, run, [new], key_id=keeping.caller.key_id, lease=keeping.lease
         )
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
-        member = None if gathering is None else members.share(transaction, gathering, group).place
+        member = (
+            None if gathering is None else members.share_group(transaction, gathering, group).index
+        )
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed_answer(transaction, row, member, prompt, choices)
 
@@ -81,7 +83,7 @@ def next_member(
         return None
     record = groups.read_record(transaction, member.row.id)
     assert record is not None, "an open group has what it was sampled with"
-    return member, from_json(Group, record).rollouts[member.place]
+    return member, from_json(Group, record).rollouts[member.index]
 
 
 def give_member(
@@ -94,10 +96,10 @@ def give_member(
     """Hand out the member to a call; None if another call got it, or the group ended, meanwhile."""
 
     def work() -> Completed | None:
-        if not members.give(transaction, member):
+        if not members.hand_out(transaction, member):
             return None
         counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
-        return _completed_answer(transaction, member.row, member.place, prompt_tokens, [choice])
+        return _completed_answer(transaction, member.row, member.index, prompt_tokens, [choice])
 
     return _store_once(transaction, keeping, work)
 

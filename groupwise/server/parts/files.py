@@ -43,21 +43,21 @@ class Files:
                 errors=[FieldError(field="path", message=problem)],
             )
 
-    def place(self, path: str) -> Path:
+    def path_in_root(self, path: str) -> Path:
         """Path of the file, which need not exist."""
         self.check(path)
         return self.root / path
 
     def folder(self, path: str) -> Path:
         """An existing folder; refuses with `unknown_file` if it is missing."""
-        place = self.place(path)
+        place = self.path_in_root(path)
         if not place.is_dir():
             raise _unknown_file(path)
         return place
 
     def file(self, path: str) -> Path:
         """An existing file; refuses with `unknown_file` if it is missing."""
-        place = self.place(path)
+        place = self.path_in_root(path)
         if not place.is_file():
             raise _unknown_file(path)
         return place
@@ -98,7 +98,7 @@ class Files:
 
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
         """Write a piece of a file at `offset`, at most at its end; the file then ends with this piece. Returns the new size."""
-        place = self.place(path)
+        place = self.path_in_root(path)
         with self._changing:
             if self._removed:
                 raise _unknown_file(path)
@@ -130,7 +130,7 @@ class Files:
 
     def delete(self, path: str) -> None:
         """Delete a folder; a missing one is no error."""
-        shutil.rmtree(self.place(path), ignore_errors=True)
+        shutil.rmtree(self.path_in_root(path), ignore_errors=True)
 
     def remove(self) -> None:
         """Delete all files, and accept no more."""

@@ -150,17 +150,17 @@ class PartsService:
             await self._end_parts("the server was shut down")
         await self._supervisor.end()
 
-    async def make_way(self) -> None:
+    async def release_machine(self) -> None:
         """Called before a run or models start. Refuses with `run_active` while there are parts; see
-        `groupwise.server.run.lifecycle.Beside`.
+        `groupwise.server.run.lifecycle.MachineUser`.
         """
         await self._end_if_silent()
         if self._parts is not None:
             raise _taken_refusal(self._parts)
         await self._end_spare()
 
-    async def let_go(self) -> None:
-        """Called before a run is started with `replace: true`; see `groupwise.server.run.lifecycle.Beside`."""
+    async def release_for_replacement(self) -> None:
+        """Called before a run is started with `replace: true`; see `groupwise.server.run.lifecycle.MachineUser`."""
         await self._end_parts("a run of the server was started in their place", "parts_taken")
 
     async def _end_spare(self) -> None:
@@ -461,7 +461,7 @@ class PartsService:
 
 async def _await_engine(engine: Awaitable[Engine]) -> CallableEngine:
     try:
-        return cast("Called", await engine)
+        return cast("CallableEngine", await engine)
     except GroupwiseError as error:  # memory for it may be free again soon
         raise refusal_of(error, otherwise="engine_recovering", retry_after=5.0) from None
 

@@ -1,6 +1,6 @@
 """The OpenAI-compatible routes: models, chats and plain completions, complete or as streams.
 
-`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach` then converts the errors of everything under /v1 to
+`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach_openai_errors` then converts the errors of everything under /v1 to
 OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within the stream,
 which then has no final `[DONE]`.
 """
@@ -31,7 +31,7 @@ from groupwise.api.schemas.openai import (
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.openai.answers import Kind, StreamEncoder, event, whole
+from groupwise.server.openai.answers import Kind, StreamEncoder, encode_event, full_response
 from groupwise.server.openai.asking import StorageHeaders, parse_request
 from groupwise.server.openai.completed import Completed
 from groupwise.server.openai.errors import OpenAIErrors, document_errors, error_of_refusal
@@ -81,12 +81,12 @@ async def _complete(
             errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
         )
     if body.stream:
-        pieces = StreamEncoder(kind, body.model, int(time.time()), usage=body.includes_usage)
+        encoder = StreamEncoder(kind, body.model, int(time.time()), usage=body.includes_usage)
         choices = len(ask.prompts) * ask.n
-        return StreamedResponse(service.stream(ask, context.caller), pieces, choices)
+        return StreamedResponse(service.stream(ask, context.caller), encoder, choices)
 
     def stored(done: Completed) -> StoredResponse:
-        return StoredResponse(200, whole(kind, done).model_dump_json().encode())
+        return StoredResponse(200, full_response(kind, done).model_dump_json().encode())
 
     return await context.run_idempotent(lambda: service.answer(ask, context.caller, stored))
 
@@ -99,13 +99,13 @@ class StreamedResponse(Response):
     def __init__(
         self,
         stream: AsyncGenerator[StreamStarted | TextDelta | Completed],
-        pieces: StreamEncoder,
+        encoder: StreamEncoder,
         choices: int,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # unknown before the end
         self._stream = stream
-        self._pieces = pieces
+        self._encoder = encoder
         self._choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,18 +118,18 @@ class StreamedResponse(Response):
                 async for chunk in stream:
                     await self._send(send, chunk)
             except Refusal as refusal:
-                await _send_body(send, event(error_of_refusal(refusal).model_dump()))
+                await _send_body(send, encode_event(error_of_refusal(refusal).model_dump()))
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
         match output:
             case StreamStarted(id):
-                for piece in self._pieces.begin(id, self._choices):
+                for piece in self._encoder.first_chunks(id, self._choices):
                     await _send_body(send, piece)
             case TextDelta(choice, text):
-                await _send_body(send, self._pieces.more(choice, text))
+                await _send_body(send, self._encoder.text_chunk(choice, text))
             case Completed():
-                for piece in self._pieces.end(output):
+                for piece in self._encoder.last_chunks(output):
                     await _send_body(send, piece)
 
 

@@ -64,9 +64,9 @@ class ActiveRun:
             raise Refusal("shutting_down", retry_after=5)
 
     @property
-    def standing(self) -> RunStatus | None:
+    def last_status(self) -> RunStatus | None:
         """The run's status; None if no engine has opened it since the server started."""
-        return self.conductor.standing if self.conductor else None
+        return self.conductor.last_status if self.conductor else None
 
     async def next_beat(self, beat: asyncio.Event, deadline: float) -> bool:
         """Wait for a beat of `changed`; False if the deadline (monotonic clock) comes first."""
@@ -88,7 +88,7 @@ class ActiveRun:
 
     def versions(self, row: RunRow) -> Versions:
         """The readable policy versions of a run."""
-        standing = self.standing
+        standing = self.last_status
         named_checkpoints = NamedCheckpoints(self.config.folder).of_run(row.run)
         if standing is None or standing.run != row.run:
             folder = self.config.folder / row.folder

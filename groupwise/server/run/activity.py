@@ -48,7 +48,7 @@ async def activity_of(
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
-        living = () if run is None else groups.living(transaction, run, MOST_GROUPS)
+        living = () if run is None else groups.living_groups(transaction, run, MOST_GROUPS)
         planned = () if run is None or conductor is None else plans.plans_ahead(transaction, run)
         return ActivityAnswer(
             at=transaction.now,

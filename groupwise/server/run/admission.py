@@ -98,7 +98,7 @@ class Admission:
         """The waiting requests, in order of arrival."""
         return tuple(self._queue)
 
-    def now(self, traffic: Traffic) -> None:
+    def update(self, traffic: Traffic) -> None:
         """Update the counts after a step, or after groups were added or removed."""
         self._traffic = traffic
         self._admit_waiting()
@@ -118,7 +118,7 @@ class Admission:
         """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `who`: id of the API
         key.
 
-        Within the context the groups count as being sampled; a caller that has kept groups calls `now` before leaving it. Raises Refusal:
+        Within the context the groups count as being sampled; a caller that has kept groups calls `update` before leaving it. Raises Refusal:
         `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
         can ever be room for.
         """

@@ -48,7 +48,7 @@ class CompletionsAndRewards:
         """Sample groups, store them, and only then answer."""
         conductor = self._current.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        own = conductor.now.opened.tokenizer_hash
+        own = conductor.status.opened.tokenizer_hash
         if request.tokenizer_hash not in (None, own):
             message = (
                 f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {own!r}. "
@@ -56,7 +56,9 @@ class CompletionsAndRewards:
             )
             error = FieldError(field="tokenizer_hash", message=message)
             raise Refusal("tokenizer_mismatch", message, errors=[error])
-        await self._ledger.do(ledger_operations.check_draws, conductor.now.run, request.all_draws)
+        await self._ledger.do(
+            ledger_operations.check_draws, conductor.status.run, request.all_draws
+        )
         wait = self._config.completions_wait
         async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
@@ -74,7 +76,7 @@ class CompletionsAndRewards:
             )
             answers = await self._ledger.do(
                 ledger_operations.keep_groups,
-                conductor.now.run,
+                conductor.status.run,
                 sampled,
                 conductor.request.lease_seconds,
                 request,
@@ -98,7 +100,7 @@ class CompletionsAndRewards:
         run = self._current.any_run()
         if request.wait and self._current.is_manual():
             raise Refusal("manual_mode")
-        standing = self._current.standing
+        standing = self._current.last_status
         steps_done = standing.step if standing else None  # None: no engine has opened the run yet
         answers = await self._ledger.do(
             ledger_operations.keep_rewards, run.run, steps_done, request, caller
@@ -129,7 +131,7 @@ class CompletionsAndRewards:
             beat = self._current.changed.next
             answer = await self._ledger.do(
                 ledger_operations.keep_plan,
-                conductor.now.run,
+                conductor.status.run,
                 request,
                 conductor.request.prompts_per_step,
                 conductor.request.staleness,

@@ -117,7 +117,7 @@ class Conductor:
         self.request = request
         self.phase: Phase = "starting"
         self.last_error: str | None = None
-        self.standing: RunStatus | None = None
+        self.last_status: RunStatus | None = None
         self.admission: Admission | None = None
         self._ledger = ledger
         self._supervisor = supervisor
@@ -149,11 +149,11 @@ class Conductor:
         return self._order.config["model"]["name"]
 
     @property
-    def now(self) -> RunStatus:
+    def status(self) -> RunStatus:
         """The run's status; raises a Refusal until an engine has opened the run."""
-        if self.standing is None:
+        if self.last_status is None:
             raise self.refusal()
-        return self.standing
+        return self.last_status
 
     @property
     def room(self) -> Admission:
@@ -177,8 +177,8 @@ class Conductor:
 
     async def recount(self) -> None:
         """Count the groups again after some were added or removed: waiting requests may be admitted."""
-        if self.standing is not None and self.admission is not None:
-            self.admission.now(await self._ledger.do(steps.count_traffic, self.standing.run))
+        if self.last_status is not None and self.admission is not None:
+            self.admission.update(await self._ledger.do(steps.count_traffic, self.last_status.run))
 
     async def begin(self) -> RunStatus:
         """Open the run with its first engine. On an error nothing of a new run remains."""
@@ -189,7 +189,7 @@ class Conductor:
         else:
             self._engine = await self._recover()
         await self._accept_requests()
-        return self.now
+        return self.status
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """Tokenizer files of the started engine."""
@@ -202,7 +202,7 @@ class Conductor:
 
     async def wait_if_finishing(self) -> None:
         """If all steps are done, wait until the final weights are written; otherwise return at once."""
-        if self._task is not None and self.now.step >= self.now.max_steps:
+        if self._task is not None and self.status.step >= self.status.max_steps:
             await asyncio.wait((self._task,))
 
     async def leave(self, why: StopReason, seconds: float) -> None:
@@ -225,7 +225,7 @@ class Conductor:
         state = _STATES.get(why)
         if self.phase == "stopping" and state is not None:
             self.phase = "stopped"  # stopped without its engine, which is gone
-            step = self.standing.step if self.standing else 0
+            step = self.last_status.step if self.last_status else 0
             await self._ledger.do(steps.end_run, self._run, state, EventKind.STOPPED, step)
 
     # --- the run's single task --------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Conductor:
         self._changed.beat()
         try:
             if is_full(error):
-                await self._supervisor.wait_for_disk(self.now.folder)
+                await self._supervisor.wait_for_disk(self.status.folder)
             else:
                 await self._supervisor.pause(error)
             await self._add_event(EventKind.ENGINE_LOST, message=str(error))
@@ -283,7 +283,7 @@ class Conductor:
     async def _fail(self, reason: str) -> None:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
-        step = self.standing.step if self.standing else 0
+        step = self.last_status.step if self.last_status else 0
         with suppress(
             StoreError
         ):  # clients see the failure anyway, and the next server tries again
@@ -293,7 +293,7 @@ class Conductor:
 
     async def _close_run(self, engine: Engine) -> None:
         """Close the run as `leave` asked for, or as finished."""
-        now = self.now
+        now = self.status
         if now.step >= now.max_steps:
             await engine.close_run(finished=True)
             await self._announce_checkpoint()
@@ -342,14 +342,16 @@ class Conductor:
             )
 
     def _set_opened(self, opened: Opened) -> None:
-        before = self.standing
-        self.standing = RunStatus(opened, opened.step, opened.policy, {opened.step: opened.policy})
+        before = self.last_status
+        self.last_status = RunStatus(
+            opened, opened.step, opened.policy, {opened.step: opened.policy}
+        )
         if before is not None:
-            self.standing.metrics = before.metrics
+            self.last_status.metrics = before.metrics
 
     async def _accept_requests(self) -> None:
         """Update the admission, and accept requests again."""
-        run = self.now.run
+        run = self.status.run
         traffic = await self._ledger.do(steps.count_traffic, run)
         if self.admission is None:
             draw = await self._ledger.do(groups.first_unused_draw, run)
@@ -360,7 +362,7 @@ class Conductor:
                 most=self._most_open,
             )
             self.admission = Admission(room, traffic, draw)
-        self.admission.now(traffic)
+        self.admission.update(traffic)
         if self._leaving is None:
             self.phase = "running"
         self._changed.beat()
@@ -371,7 +373,7 @@ class Conductor:
         """Take steps when they are due, until the last one is done or the run is to be left."""
         # Number of rewarded groups that make a step due; None: only clients request steps.
         size = None if self.request.steps == "manual" else self.request.prompts_per_step
-        while self._leaving is None and self.now.step < self.now.max_steps:
+        while self._leaving is None and self.status.step < self.status.max_steps:
             self._nudged.clear()
             plan = await self._ledger.do(
                 steps.plan_when_due, self._run, size, self.request.staleness
@@ -392,7 +394,7 @@ class Conductor:
                 await self._ledger.do(plans.count_loss, plan.run, plan.step)
             raise
         exact = await self._ledger.do(steps.note_trained, plan, done)
-        self.now.record_step(done, self.request.staleness)
+        self.status.record_step(done, self.request.staleness)
         await self._announce_checkpoint()
         self._log_step()
         await self.recount()
@@ -401,7 +403,7 @@ class Conductor:
 
     def _log_step(self) -> None:
         """Log one line about the step, every `logging_steps` steps."""
-        now, metrics = self.now, self.now.metrics
+        now, metrics = self.status, self.status.metrics
         if now.step % self.request.logging_steps and now.step != now.max_steps:
             return
         loss = metrics.get("loss", math.nan)  # no loss is reported if nothing was learnt
@@ -440,7 +442,7 @@ class Conductor:
 
     async def _announce_checkpoint(self) -> None:
         """Report the checkpoint of the current step to clients, if the engine has written one."""
-        now = self.now
+        now = self.status
         if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, now.run, now.step)
             self._changed.beat()

@@ -152,7 +152,7 @@ def keep_rewards(
             if given.group_id is not None:
                 _check_echo(transaction, given)
             status = "held" if given.include == "hold" else "accepted"
-            posted = members.accept(
+            posted = members.accept_post(
                 transaction,
                 run,
                 Post(

@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 class MachineUser(Protocol):
     """Another user of the machine: models that clients drive by verbs, or parts for a training loop in another process."""
 
-    async def make_way(self) -> None:
+    async def release_machine(self) -> None:
         """Release the machine for something else. Refuses with `run_active` if this is in use."""
         ...
 
-    async def let_go(self) -> None:
+    async def release_for_replacement(self) -> None:
         """End everything that would prevent a run started with `replace: true`. Called while `turn` is held."""
         ...
 
@@ -101,8 +101,8 @@ class RunLifecycle:
             if replacing or self._current.active_conductor() is None:
                 for user in beside:
                     if replacing:
-                        await user.let_go()
-                    await user.make_way()
+                        await user.release_for_replacement()
+                    await user.release_machine()
             await self._end_current(replacing)
             conductor = self._conductor_of(request, order)
             standing = await self._begin_within_limit(conductor)

@@ -98,7 +98,7 @@ class Queries:
 
     async def tokenizer(self) -> TokenizerAnswer:
         """The data that a client needs to render and tokenise like the server."""
-        row, standing = self._current.any_run(), self._current.standing
+        row, standing = self._current.any_run(), self._current.last_status
         tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
         if tokenizer is None:  # the run was started by an older version of the server
             conductor = self._current.conductor

@@ -164,7 +164,7 @@ class Service:
         """
         for name, other in self.beside.items():
             if name != whom:
-                await other.make_way()
+                await other.release_machine()
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await an engine's answer. A request that the engine refuses is the client's fault, a lost engine is not."""

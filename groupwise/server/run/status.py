@@ -41,7 +41,7 @@ def status_of(
 ) -> StatusAnswer:
     """The answer about the current or most recent run."""
     row = snapshot.row
-    standing = conductor.standing if conductor else None
+    standing = conductor.last_status if conductor else None
     training = row.config["training"]
     return StatusAnswer(
         training_settings=row.settings,

@@ -132,7 +132,7 @@ class VerbEngineHost:
         for row in await self._ledger.do(calls.all_models):
             self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
 
-    async def make_way(self, sessions: Mapping[str, str]) -> None:
+    async def release_machine(self, sessions: Mapping[str, str]) -> None:
         """Called before a run starts in an engine of its own. Refuses with `run_active` while there are models; `sessions` describes their
         owners.
         """
@@ -380,7 +380,7 @@ class VerbEngineHost:
                 raise UsageError(refusal.message) from None
             self.admit(base)
             self._loaded_engine = None
-            engine = cast("Called", await self._supervisor.begin())
+            engine = cast("CallableEngine", await self._supervisor.begin())
             try:
                 return await self._open_base(engine, loads, None)
             except EngineLost as error:

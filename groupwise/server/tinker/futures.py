@@ -180,7 +180,7 @@ class Futures:
         self._by_key[key] = call
         queue, sequence = key
         row = CallRow(call.id, queue.partition(":")[0], queue, sequence, kind, digest, content)
-        call.persisted = self._spawn(self._ledger.do_when_writable(calls.accept, row))
+        call.persisted = self._spawn(self._ledger.do_when_writable(calls.insert_call, row))
         return call.id
 
     async def wait_until_persisted(self, id: str, timeout: float) -> None:
@@ -237,7 +237,7 @@ class Futures:
         async def write() -> None:
             if call.persisted is not None:
                 await asyncio.shield(call.persisted)
-            await self._ledger.do_when_writable(calls.settle, call.id, outcome)
+            await self._ledger.do_when_writable(calls.record_outcome, call.id, outcome)
             self._settle(call, outcome)
 
         call.finishing = True
@@ -318,7 +318,7 @@ class Futures:
             del self._by_key[oldest.key]
             evicted.append(oldest.id)
         if evicted:
-            self._spawn(self._ledger.do_when_writable(calls.forget_answers, evicted))
+            self._spawn(self._ledger.do_when_writable(calls.delete_answers, evicted))
 
 
 class CallQueue:

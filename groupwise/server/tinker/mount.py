@@ -68,13 +68,13 @@ class Verbs:
         await self._host.open()
         await self.service.open()
 
-    async def make_way(self) -> None:
-        """See `groupwise.server.run.lifecycle.Beside.make_way`."""
+    async def release_machine(self) -> None:
+        """See `groupwise.server.run.lifecycle.MachineUser.release_machine`."""
         await self.service.opened.end_silent_sessions()
-        await self._host.make_way(self.service.opened.with_models())
+        await self._host.release_machine(self.service.opened.with_models())
 
-    async def let_go(self) -> None:
-        """See `groupwise.server.run.lifecycle.Beside.let_go`."""
+    async def release_for_replacement(self) -> None:
+        """See `groupwise.server.run.lifecycle.MachineUser.release_for_replacement`."""
         for session in self.service.opened.with_models():
             logger.warning("the session %s ends for a run that is started with `replace`", session)
             await self.service.opened.finish(session)

@@ -16,8 +16,8 @@ SPEC = ModelSpec("tiny", 4, 1)
 
 def saved(folders: SavedFolders, name: str, call: int = 1) -> Stored:
     stored = Stored(MODEL, "weights", name)
-    folders.place(stored).mkdir(parents=True)
-    folders.describe(folders.place(stored), Saved(SPEC, "f00d", call))
+    folders.path_of(stored).mkdir(parents=True)
+    folders.describe(folders.path_of(stored), Saved(SPEC, "f00d", call))
     return stored
 
 

@@ -172,7 +172,7 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
 
         async def slow(ledger: Ledger, operation: Any, *args: Any) -> Any:
             await do(ledger, operation, *args)
-            if operation is calls.settle:
+            if operation is calls.record_outcome:
                 writing.set()
                 await goes_on.wait()
 

@@ -128,14 +128,14 @@ class FakeEngine:
         model = stored.model
         if not overwrite:
             self._disk.folders.check_free(stored, call)
-        place = self._disk.folders.place(stored)
+        place = self._disk.folders.path_of(stored)
         place.mkdir(parents=True, exist_ok=True)
         self._disk.folders.describe(place, Saved(ModelSpec("tiny", 4, 1), "", call))
         self._disk.states[place] = [*self.models[model]]
 
     def load_state(self, model: str, stored: Stored, optimiser: bool, keep_as: int) -> None:
         self._disk.folders.read(stored)
-        place = self._disk.folders.place(stored)
+        place = self._disk.folders.path_of(stored)
         self.models[model][:] = [*self._disk.states[place], "loaded"]
         self._keep(model, keep_as)
 
