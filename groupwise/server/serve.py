@@ -194,8 +194,8 @@ def read_start(path: Path) -> StartRequest:
         request = StartRequest.model_validate_json(json.dumps(tree.values))
     except ValidationError as error:
         problems += [
-            f"{tree.origin(tuple(wrong.field.split('.')))}: {wrong}"
-            for wrong in field_errors(error, StartRequest)
+            f"{tree.origin(tuple(field_error.field.split('.')))}: {field_error}"
+            for field_error in field_errors(error, StartRequest)
         ]
         raise ConfigError("\n".join(problems)) from None
     if problems:
@@ -270,21 +270,21 @@ class _Server:
         return 0
 
     async def _until_ending(self, serving: Serving, answering: asyncio.Task[None]) -> None:
-        beside = [asyncio.create_task(_log_events(serving.service))]
+        background_tasks = [asyncio.create_task(_log_events(serving.service))]
         if self._start_with is not None:
-            beside.append(asyncio.create_task(self._start_run(serving, self._start_with)))
+            background_tasks.append(asyncio.create_task(self._start_run(serving, self._start_with)))
 
         def log_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("a task beside the requests failed", exc_info=error)
 
-        for task in beside:
+        for task in background_tasks:
             task.add_done_callback(log_failure)
         ending = asyncio.create_task(serving.ending.wait())
         try:
             await asyncio.wait((ending, answering), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(ending, *beside)
+            await _cancel(ending, *background_tasks)
 
     async def _shut_down(self, built: Services, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
@@ -296,8 +296,8 @@ class _Server:
                 await built.shut_down(seconds)
         except TimeoutError:
             logger.warning("the service was not done within shutdown_seconds, %g", seconds)
-        left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
-        http.config.timeout_graceful_shutdown = max(round(left), 1)
+        seconds_left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
+        http.config.timeout_graceful_shutdown = max(round(seconds_left), 1)
         http.should_exit = True
 
     def _listen_for_signals(self, ending: asyncio.Event) -> None:
@@ -361,13 +361,13 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 async def _log_events(service: ServiceLike) -> None:
     """Log one line for each event except steps, which the conductor logs."""
-    after = await service.last_event()
+    last_id = await service.last_event()
     while True:
-        for event in await service.events(after, EVENTS_AT_ONCE):
-            after = event.id
+        for event in await service.events(last_id, EVENTS_AT_ONCE):
+            last_id = event.id
             if event.kind != EventKind.STEP:
                 level = logging.WARNING if event.kind in WARNINGS else logging.INFO
                 step = "" if event.step is None else f" {event.step}"
                 line = f"{event.run_id or 'server'}: {event.kind}{step} {event.message or ''}"
                 logger.log(level, "%s", line.rstrip(), extra={"facts": {"event": event.kind}})
-        await service.next_event(after, LONGEST_WAIT)
+        await service.next_event(last_id, LONGEST_WAIT)

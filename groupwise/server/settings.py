@@ -126,10 +126,12 @@ class ServerConfig(Strict):
     def conflicts(self) -> Iterator[Conflict]:
         """Combinations of settings that contradict each other."""
         if (self.tls_certificate is None) != (self.tls_key is None):
-            there, missing = "tls_certificate", "tls_key"
+            present, missing = "tls_certificate", "tls_key"
             if self.tls_certificate is None:
-                there, missing = missing, there
-            yield Conflict(f"{there} has no effect without {missing}; give both.", (there, missing))
+                present, missing = missing, present
+            yield Conflict(
+                f"{present} has no effect without {missing}; give both.", (present, missing)
+            )
         if self.burst != 50 and self.requests_per_second is None:
             yield Conflict(
                 "burst has no effect without requests_per_second.", ("burst", "requests_per_second")
@@ -176,8 +178,10 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
     read.
     """
     plain = environment.get(VARIABLE)
-    stored = () if config.key_file is None else read_keys_in(Path(config.key_file).expanduser())
-    if plain is None and not stored:
+    stored_keys = (
+        () if config.key_file is None else read_keys_in(Path(config.key_file).expanduser())
+    )
+    if plain is None and not stored_keys:
         if config.key_file is not None:
             raise ConfigError(
                 f"key_file {config.key_file} holds no key, so no request could be answered. "
@@ -189,4 +193,4 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
                 "Or leave host out: then only this machine can ask."
             )
         return None
-    return Keyring(stored, plain)
+    return Keyring(stored_keys, plain)

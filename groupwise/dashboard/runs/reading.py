@@ -213,16 +213,16 @@ def rollout(visit: Visit) -> Page:
         views: list[RolloutView] = []
         if draw is not None:
             views = store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
-        group = None if draw is None else store.group(draw)
+        full_group = None if draw is None else store.group(draw)
     index = next((position for position, rollout in enumerate(views) if is_it(rollout)), None)
-    if index is None or group is None:
+    if index is None or full_group is None:
         raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
     view = views[index]
-    members = {(rollout.member, rollout.attempt): rollout for rollout in group.rollouts}
+    members = {(rollout.member, rollout.attempt): rollout for rollout in full_group.rollouts}
     rollout_record = members.get((view.member, view.attempt))
     if rollout_record is None:
         raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
-    prompt = group.prompt_seen or prompt_text(group.example.prompt)
+    prompt = full_group.prompt_seen or prompt_text(full_group.example.prompt)
     # One page of the sampled tokens; none if they were not kept.
     count = sum(len(segment.token_ids) for segment in rollout_record.segments)
     pages = max(1, -(-count // TOKENS))
@@ -233,7 +233,7 @@ def rollout(visit: Visit) -> Page:
         **run_header(visit, path),
         "rollout": {**asdict(view), "prompt": prompt, "completion": rollout_record.completion},
         "prompt": prompt,
-        "columns": group.example.columns,
+        "columns": full_group.example.columns,
         "notes": rollout_record.notes,
         "messages": rollout_record.messages,
         "segments": segments_of(rollout_record, tokenizer_of(path), first, TOKENS) if count else [],
@@ -243,7 +243,7 @@ def rollout(visit: Visit) -> Page:
         "version": rollout_record.segments[0].policy_version if rollout_record.segments else None,
         "finish": rollout_record.segments[-1].finish_reason if rollout_record.segments else None,
         "seeds": [segment.seed for segment in rollout_record.segments if segment.seed is not None],
-        "without_ratios": without_ratios(rollout_record, group),
+        "without_ratios": without_ratios(rollout_record, full_group),
         "before": asdict(views[index - 1]) if index else None,
         "after": asdict(views[index + 1]) if index + 1 < len(views) else None,
     }

@@ -281,8 +281,10 @@ class EngineCore:
         so_far = getattr(self._current.run.sampler, "so_far", None)
         if so_far is None:
             return ()
-        found = so_far(draw)
-        members: tuple[tuple[int, ...], ...] = await found if inspect.isawaitable(found) else found
+        texts_so_far = so_far(draw)
+        members: tuple[tuple[int, ...], ...] = (
+            await texts_so_far if inspect.isawaitable(texts_so_far) else texts_so_far
+        )
         tokenizer = self._current.run.tokenizer
         return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
 
@@ -304,11 +306,11 @@ class EngineCore:
                 if isinstance(prompt, str)
                 else [str(message["content"]) for message in prompt]
             )
-            count, most = sum(map(len, texts)), longest * current.longest_token
-            if count > most:
+            count, max_characters = sum(map(len, texts)), longest * current.longest_token
+            if count > max_characters:
                 raise WrongOrder(
                     f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are "
-                    f"never more than {most:,} characters. Shorten it, or start the run with a higher one.",
+                    f"never more than {max_characters:,} characters. Shorten it, or start the run with a higher one.",
                     "prompt",
                     "prompt_too_long",
                 )
@@ -333,9 +335,9 @@ class EngineCore:
 
     def _sampling_params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
         """The run's sampling settings, overridden by those of the order. Raises UsageError for impossible combinations."""
-        current, wanted = self._current, order.sampling
+        current, requested = self._current, order.sampling
         if order.trains:
-            _refuse_unlearnable(wanted)
+            _refuse_unlearnable(requested)
         sampler = current.run.config.sampler
         params = SamplingParams(
             max_tokens=sampler.max_completion_length,
@@ -345,9 +347,9 @@ class EngineCore:
             min_tokens=sampler.min_completion_length,
         )
         names = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
-        own = {name: getattr(wanted, name) for name in names}
+        overrides = {name: getattr(requested, name) for name in names}
         params = replace(
-            params, **{name: value for name, value in own.items() if value is not None}
+            params, **{name: value for name, value in overrides.items() if value is not None}
         )
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
@@ -540,26 +542,30 @@ def _assemble_run(
     )
 
 
-def _refuse_unlearnable(wanted: Sampling) -> None:
-    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(wanted, key) is not None]
+def _refuse_unlearnable(sampling: Sampling) -> None:
+    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(sampling, key) is not None]
     if restricting:
         raise UsageError(
             f"{', '.join(restricting)} would draw completions from another distribution than the one whose log-probabilities the learner "
             "computes, so nothing could be learnt from them. Leave it out, or ask for completions that are not kept."
         )
-    if wanted.temperature == 0:
+    if sampling.temperature == 0:
         raise WrongOrder(
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )
 
 
-def _first_difference(given: tuple[int, ...], own: tuple[int, ...]) -> str:
-    place = next(
-        (index for index, pair in enumerate(zip(given, own, strict=False)) if pair[0] != pair[1]),
-        min(len(given), len(own)),
+def _first_difference(client_ids: tuple[int, ...], server_ids: tuple[int, ...]) -> str:
+    position = next(
+        (
+            index
+            for index, pair in enumerate(zip(client_ids, server_ids, strict=False))
+            if pair[0] != pair[1]
+        ),
+        min(len(client_ids), len(server_ids)),
     )
     return (
-        f"{len(given)} tokens were given and {len(own)} are expected, and they differ from token {place} on "
-        f"({list(given[place : place + 3])} instead of {list(own[place : place + 3])})"
+        f"{len(client_ids)} tokens were given and {len(server_ids)} are expected, and they differ from token {position} on "
+        f"({list(client_ids[position : position + 3])} instead of {list(server_ids[position : position + 3])})"
     )

@@ -365,11 +365,15 @@ class EngineProcess:
             self._listen(process)
         finally:
             self._channel.end()
-            how = self._reap(process)
-        words = self._output.last_words()
+            exit_description = self._reap(process)
+        last_words = self._output.last_words()
         if self._stop_reason is not None:
-            return self._stop_reason if self._stop_reason == _CLOSED else self._stop_reason + words
-        return f"The engine ended: {how}{words}"
+            return (
+                self._stop_reason
+                if self._stop_reason == _CLOSED
+                else self._stop_reason + last_words
+            )
+        return f"The engine ended: {exit_description}{last_words}"
 
     def _listen(self, process: Popen[bytes]) -> None:
         """Handle messages until the engine is gone or is to be ended."""
@@ -377,17 +381,17 @@ class EngineProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while self._stop_reason is None:
-                over = has_ended(
+                ended = has_ended(
                     process
                 )  # before the socket is read, so that its last messages are read
-                if selector.select(0 if over else _CHECK_INTERVAL):
+                if selector.select(0 if ended else _CHECK_INTERVAL):
                     try:
                         messages = self._channel.receive_available()
                     except EOFError:
                         return
                     for message in messages:
                         self._handle_message(message)
-                elif over:  # a descendant holds the socket open
+                elif ended:  # a descendant holds the socket open
                     return
                 hangs = self._find_hang()
                 if hangs is not None and self._stop_reason is None:
@@ -414,9 +418,9 @@ class EngineProcess:
                         pending.answer.set_result(body)
             case Failed(number, error):
                 pending = self._take_pending(number)
-                failed = self._ready if number == MAKING else pending and pending.answer
-                if failed is not None:
-                    _set_exception(failed, unpack_error(error))
+                failed_future = self._ready if number == MAKING else pending and pending.answer
+                if failed_future is not None:
+                    _set_exception(failed_future, unpack_error(error))
 
     def _take_pending(self, number: int) -> _PendingCall | None:
         with self._lock:
@@ -457,8 +461,8 @@ class EngineProcess:
             process.wait(_END_LIMIT)
         if not by_itself and self._stop_reason is None:
             return "it closed its connection."
-        how = f"{how_it_ended(process.returncode)}."
-        return f"{how} {REMEDY}" if process.returncode == -signal.SIGKILL else how
+        description = f"{how_it_ended(process.returncode)}."
+        return f"{description} {REMEDY}" if process.returncode == -signal.SIGKILL else description
 
 
 def _set_exception(future: Future[Any], error: BaseException) -> None:

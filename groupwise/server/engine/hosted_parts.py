@@ -106,10 +106,10 @@ class EngineParts:
         check_sent(folder)
         config = _load_parts_config(order.kind, order.config)
         # Only the base is compared: `order.base` is its fingerprint without an adapter.
-        plain = config.model.model_copy(update={"adapter": None})
-        if order.base is not None and (own := identity(plain)) != order.base:
+        base_config = config.model.model_copy(update={"adapter": None})
+        if order.base is not None and (fingerprint := identity(base_config)) != order.base:
             raise ModelError(
-                f"{config.model.name} has other weights on the server ({own}) than where the loop runs ({order.base}): numbers of the two "
+                f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): numbers of the two "
                 "would be mixed. Put the same files in both places, or name a hub id with a revision."
             )
         layout = _choose_layout(config, order.longest_prompt)
@@ -117,16 +117,16 @@ class EngineParts:
         self._scope.callback(prefork.give_up)
         published = folder / PUBLISHED
         if isinstance(config, SftConfig):
-            made = await build.start_supervised(config, layout, order.run, published)
+            parts = await build.start_supervised(config, layout, order.run, published)
         elif order.kind == "training":
-            made = await build.start_training(config, layout, order.run, published)
+            parts = await build.start_training(config, layout, order.run, published)
         else:
             weights = None if order.weights is None else Path(order.weights)
-            made = await build.start_serving(config, layout, weights)
-        self._scope.callback(made.close)
-        stops = () if isinstance(made, build.LearningParts) else made.stop_token_ids
+            parts = await build.start_serving(config, layout, weights)
+        self._scope.callback(parts.close)
+        stops = () if isinstance(parts, build.LearningParts) else parts.stop_token_ids
         self._opened = _OpenedParts(
-            made, folder, prefork.vocabulary(config.model), layout.key_length
+            parts, folder, prefork.vocabulary(config.model), layout.key_length
         )
         serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
         return PartsOpened(stops, asdict(layout), serving)
@@ -141,16 +141,16 @@ class EngineParts:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
-        here = self._current
-        sampler = here.sampler
-        check_request(request, here.vocabulary, here.longest)
+        current = self._current
+        sampler = current.sampler
+        check_request(request, current.vocabulary, current.longest)
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:
         """See `groupwise.core.types.Sampler.load`; returns the new `fingerprint`."""
-        sampler, there = self._current.sampler, self._existing_folder(policy.path)
-        check_sent(there)
-        await sampler.load(replace(policy, path=str(there)))
+        sampler, folder = self._current.sampler, self._existing_folder(policy.path)
+        check_sent(folder)
+        await sampler.load(replace(policy, path=str(folder)))
         return sampler.fingerprint()
 
     async def fingerprint(self) -> str:
@@ -210,14 +210,14 @@ class EngineParts:
     async def save_state(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`; the folder is created and must be new."""
         learner = self._current.learner
-        place = self._current.folder / folder
-        if place.exists():
+        target = self._current.folder / folder
+        if target.exists():
             raise UsageError(f"There is a folder {folder} already; choose another name.")
-        place.mkdir(parents=True)
+        target.mkdir(parents=True)
         try:
-            learner.save(str(place))
+            learner.save(str(target))
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
             raise
 
     async def load_state(self, folder: str) -> None:
@@ -226,38 +226,38 @@ class EngineParts:
 
     def _existing_folder(self, path: str) -> Path:
         """An existing subfolder of the parts' folder. UsageError if it is missing."""
-        place = self._current.folder / path
-        if not place.is_dir():
+        folder = self._current.folder / path
+        if not folder.is_dir():
             raise UsageError(
                 f"There is no folder {path}: it was never sent or published, or is kept no longer."
             )
-        return place
+        return folder
 
 
 def _load_parts_config(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
-    read = load_sft_config if kind == "supervised" else load_config
-    found = read(config).config
-    if isinstance(found, RunConfig):
-        build.refuse_servers(found, "a training server samples itself")
-    return found
+    loader = load_sft_config if kind == "supervised" else load_config
+    parts_config = loader(config).config
+    if isinstance(parts_config, RunConfig):
+        build.refuse_servers(parts_config, "a training server samples itself")
+    return parts_config
 
 
 def _choose_layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
     placement.refuse_on_server(config)
-    most = max(placement.MAX_PROCESSES, 2 * available_cores())
-    if (config.run.processes or 1) > most:
+    max_processes = max(placement.MAX_PROCESSES, 2 * available_cores())
+    if (config.run.processes or 1) > max_processes:
         raise UsageError(
-            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at most {most}."
+            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at most {max_processes}."
         )
     if isinstance(config, SftConfig):
         return placement.supervised_layout(config)
     if longest_prompt is None:
         raise UsageError("longest_prompt is missing: what samples has to know it.")
     room = prefork.prompt_room(config.model, 0)
-    needed = placement.key_length(config, longest_prompt)
+    key_length = placement.key_length(config, longest_prompt)
     if longest_prompt > room:
         raise UsageError(
-            f"longest_prompt is {longest_prompt}, for which {needed} tokens would be kept, but {config.model.name} has positions for "
+            f"longest_prompt is {longest_prompt}, for which {key_length} tokens would be kept, but {config.model.name} has positions for "
             f"{room}."
         )
     return placement.choose_layout(config, longest_prompt)

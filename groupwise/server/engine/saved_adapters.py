@@ -55,13 +55,15 @@ class SavedFolders:
         """Read its description; raises UsageError if it is missing."""
         path = self.path_of(stored) / DESCRIPTION
         try:
-            found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            description: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UsageError(
                 f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}. It has saved: "
                 f"{', '.join(self._saved_names(stored)) or 'nothing of this kind'}."
             ) from None
-        return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
+        return Saved(
+            ModelSpec(**description["spec"]), description["fingerprint"], description["call"]
+        )
 
     def check_free(self, stored: Stored, call: int) -> None:
         """Raise UsageError if the name is taken, unless by this same call."""
@@ -87,8 +89,8 @@ class SavedFolders:
         if before is None:
             shutil.rmtree(folder, ignore_errors=True)
             return
-        older = sorted(path for path in folder.glob("[0-9]*") if int(path.name) < before)
-        for path in older[: max(0, len(older) - (AUTOMATIC_KEPT - 1))]:
+        older_states = sorted(path for path in folder.glob("[0-9]*") if int(path.name) < before)
+        for path in older_states[: max(0, len(older_states) - (AUTOMATIC_KEPT - 1))]:
             atomic_files.remove_folder(path)
 
     def _model_folder(self, model: str) -> Path:

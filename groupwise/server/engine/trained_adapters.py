@@ -133,8 +133,8 @@ class EngineModels:
                 f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. Stop "
                 "it first, or have it train an adapter."
             )
-        most = order.most + SAMPLERS
-        models = build.models_over(shared.parts, most, shared.name)
+        max_models = order.most + SAMPLERS
+        models = build.models_over(shared.parts, max_models, shared.name)
         stops = shared.parts.stop_token_ids
         return _describe_base(order, shared.model, shared.layout, models, stops, order.most - 1)
 
@@ -165,19 +165,19 @@ class EngineModels:
 
     async def create_model(self, model: str, spec: ModelSpec, kept: int | None = None) -> None:
         """Create a new adapter; with `kept`, load the state that was kept after that call."""
-        here = self._current
-        if len(self._models) >= here.room:
+        current = self._current
+        if len(self._models) >= current.room:
             raise UsageError(
-                f"The model {model} would be one more than the {here.room} that there is room for ({', '.join(self._models)}). End the "
+                f"The model {model} would be one more than the {current.room} that there is room for ({', '.join(self._models)}). End the "
                 "session of one that is not needed any more, or let there be more (max_models)."
             )
         lora = await self._lora_config(spec)
-        parts = await here.models.add(model, _new_model(model, spec.seed, lora))
+        parts = await current.models.add(model, _new_model(model, spec.seed, lora))
         try:
             if kept is not None:
-                parts.learner.load(str(here.folders.automatic_path(model, kept)))
+                parts.learner.load(str(current.folders.automatic_path(model, kept)))
         except BaseException:
-            await here.models.drop(model)
+            await current.models.drop(model)
             raise
         self._models[model] = _Model(spec, parts)
 
@@ -228,24 +228,24 @@ class EngineModels:
         self, model: str, stored: Stored, with_optimiser: bool, keep_as: int | None = None
     ) -> None:
         """See `VerbEngine.load_state`."""
-        held = self._model(model)
+        model_state = self._model(model)
         saved = self._current.folders.read(stored)
         if stored.kind != "weights":
             raise UsageError(
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
             )
-        there, own = saved.spec, held.spec
-        if replace(there, seed=own.seed) != own:
+        saved_spec, own_spec = saved.spec, model_state.spec
+        if replace(saved_spec, seed=own_spec.seed) != own_spec:
             raise UsageError(
-                f"{stored.name} was saved by a model on {there.base} with rank {there.rank}, attn {there.train_attn}, mlp "
-                f"{there.train_mlp}, unembed {there.train_unembed}; this model is on {own.base} with rank {own.rank}, attn "
-                f"{own.train_attn}, mlp {own.train_mlp}, unembed {own.train_unembed}. They must be equal."
+                f"{stored.name} was saved by a model on {saved_spec.base} with rank {saved_spec.rank}, attn {saved_spec.train_attn}, mlp "
+                f"{saved_spec.train_mlp}, unembed {saved_spec.train_unembed}; this model is on {own_spec.base} with rank {own_spec.rank}, attn "
+                f"{own_spec.train_attn}, mlp {own_spec.train_mlp}, unembed {own_spec.train_unembed}. They must be equal."
             )
         folder = self._current.folders.path_of(stored)
         if with_optimiser:
-            held.parts.learner.load(str(folder))
+            model_state.parts.learner.load(str(folder))
         else:
-            held.parts.model.call_now("learner.load_weights", str(folder))
+            model_state.parts.model.call_now("learner.load_weights", str(folder))
         self._keep_state(model, keep_as)
 
     def _model(self, name: str) -> _Model:
@@ -255,14 +255,14 @@ class EngineModels:
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
         """UsageError for rows that would otherwise fail in the middle, with half a gradient accumulated."""
-        here = self._current
+        current = self._current
         for index, row in enumerate(rows):
             length = len(row.prompt_ids) + len(row.completion_ids)
-            if length > here.longest_row:
+            if length > current.longest_row:
                 raise UsageError(
-                    f"data[{index}] has {length} tokens; {here.base.name} has room for {here.longest_row}."
+                    f"data[{index}] has {length} tokens; {current.base.name} has room for {current.longest_row}."
                 )
-            _check_tokens((*row.prompt_ids, *row.completion_ids), here, f"data[{index}]")
+            _check_tokens((*row.prompt_ids, *row.completion_ids), current, f"data[{index}]")
 
     async def _lora_config(self, spec: ModelSpec) -> LoraConfig:
         """The adapter that a client requests."""
@@ -282,13 +282,17 @@ class EngineModels:
         if call is None:
             return
         learner, folders = self._model(model).parts.learner, self._current.folders
-        place = folders.automatic_path(model, call)
-        atomic_files.make_folder(place, lambda folder: learner.save(str(folder)), replace=True)
+        folder_of_state = folders.automatic_path(model, call)
+        atomic_files.make_folder(
+            folder_of_state, lambda folder: learner.save(str(folder)), replace=True
+        )
         folders.forget_automatic(model, before=call)
 
     def _write_saved(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
-        held, folders = self._model(stored.model), self._current.folders
-        saved = Saved(held.spec, held.parts.model.call_now("learner.fingerprint"), call)
+        model_state, folders = self._model(stored.model), self._current.folders
+        saved = Saved(
+            model_state.spec, model_state.parts.model.call_now("learner.fingerprint"), call
+        )
 
         def fill(folder: Path) -> None:
             write(folder)
@@ -300,13 +304,13 @@ class EngineModels:
 
     async def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
         """Complete a prompt with saved weights, or with the base if `stored` is None. See `VerbEngine.sample`."""
-        here = self._current
-        needed = len(order.prompt_ids) + order.params.max_tokens
-        if needed > here.base.longest:
+        current = self._current
+        length = len(order.prompt_ids) + order.params.max_tokens
+        if length > current.base.longest:
             raise UsageError(
-                f"Prompt and completion would have up to {needed} tokens; there is room for {here.base.longest}."
+                f"Prompt and completion would have up to {length} tokens; there is room for {current.base.longest}."
             )
-        _check_tokens(order.prompt_ids, here, "prompt")
+        _check_tokens(order.prompt_ids, current, "prompt")
         request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
         sampler = await self._take_sampler(stored)
         try:
@@ -314,12 +318,12 @@ class EngineModels:
             if not order.prompt_logprobs:
                 return VerbSampled(completions)
             if sampler.weights is not None and not sampler.learner_reads:
-                folder = here.folders.path_of(sampler.weights)
+                folder = current.folders.path_of(sampler.weights)
                 sampler.parts.model.call_now("learner.load_weights", str(folder))
                 sampler.learner_reads = True
-            first, after = order.prompt_ids[:1], order.prompt_ids[1:]
-            row = Row(first, after, (1,) * len(after), (0.0,) * len(after), 0.0, 1.0)
-            logprobs = (await sampler.parts.learner.logprobs([row]))[0] if after else ()
+            first, rest = order.prompt_ids[:1], order.prompt_ids[1:]
+            row = Row(first, rest, (1,) * len(rest), (0.0,) * len(rest), 0.0, 1.0)
+            logprobs = (await sampler.parts.learner.logprobs([row]))[0] if rest else ()
             return VerbSampled(completions, logprobs)
         finally:
             sampler.users -= 1
@@ -331,7 +335,8 @@ class EngineModels:
             beat = self._free.next
             async with self._assigning:
                 sampler = next(
-                    (other for other in self._samplers if other.weights == weights), None
+                    (candidate for candidate in self._samplers if candidate.weights == weights),
+                    None,
                 )
                 is_full = len(self._samplers) >= SAMPLERS and all(
                     sampler.users for sampler in self._samplers
@@ -393,8 +398,10 @@ def _describe_base(
     location = resolve(config)
     architecture = config.name
     if location.local:
-        described = json.loads(Path(location.location, "config.json").read_text(encoding="utf-8"))
-        architecture = str(described.get("model_type", ""))
+        model_config = json.loads(
+            Path(location.location, "config.json").read_text(encoding="utf-8")
+        )
+        architecture = str(model_config.get("model_type", ""))
     base = Base(
         name=order.base,
         longest=min(layout.key_length, longest_row),
@@ -411,17 +418,17 @@ def _new_model(name: str, seed: int, lora: LoraConfig) -> NewModel:
     return NewModel(run=name, folder="", seed=seed, lora=lora)
 
 
-def _refuse_other_base(wanted: str, loaded: str, by: str) -> None:
-    if wanted != loaded:
+def _refuse_other_base(requested: str, loaded: str, user: str) -> None:
+    if requested != loaded:
         raise UsageError(
-            f"The base model {wanted} cannot be had now: {loaded} is in memory, for {by}, and there is one base at a time. Take {loaded}, "
+            f"The base model {requested} cannot be had now: {loaded} is in memory, for {user}, and there is one base at a time. Take {loaded}, "
             "or wait until it is not needed any more."
         )
 
 
-def _check_tokens(tokens: Sequence[int], here: _OpenBase, where: str) -> None:
-    beyond = next((token for token in tokens if not 0 <= token < here.vocabulary), None)
-    if beyond is not None:
+def _check_tokens(tokens: Sequence[int], base_state: _OpenBase, where: str) -> None:
+    unknown = next((token for token in tokens if not 0 <= token < base_state.vocabulary), None)
+    if unknown is not None:
         raise UsageError(
-            f"{where} has the token {beyond}; those of {here.base.name} are 0 to {here.vocabulary - 1}."
+            f"{where} has the token {unknown}; those of {base_state.base.name} are 0 to {base_state.vocabulary - 1}."
         )

@@ -41,10 +41,10 @@ def add_event(transaction: Transaction, run: str | None, kind: str, data: Mappin
 
 def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[str, Any]) -> None:
     """Add an event, unless the run already has an equal one among the kept events."""
-    before = transaction.first(
+    existing = transaction.first(
         "SELECT 1 FROM events WHERE run = ? AND kind = ? AND data = ?", (run, kind, pack_json(data))
     )
-    if before is None:
+    if existing is None:
         add_event(transaction, run, kind, data)
 
 

@@ -76,7 +76,7 @@ def next_state(state: State, event: Event) -> State:
     events = TABLE[state]
     if event in events:
         return events[event]
-    possible = ", ".join(f"{name} (-> {then})" for name, then in events.items())
+    possible = ", ".join(f"{name} (-> {state_after})" for name, state_after in events.items())
     raise MoveError(
         f"a group that is {state} cannot {event}: "
         + (f"it can only {possible}." if possible else "that state is an end.")

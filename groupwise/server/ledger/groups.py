@@ -88,26 +88,26 @@ def add_groups(
     Refuses with `draw_taken` if a living group has one of the draws, with `finished` if the run has ended meanwhile.
     """
     require_active(transaction, run)
-    for new in groups:
-        need_free_draw(transaction, run, new.group.draw)
+    for group in groups:
+        need_free_draw(transaction, run, group.group.draw)
         transaction.insert(
             "groups",
-            id=new.id,
+            id=group.id,
             run=run,
-            draw=new.group.draw,
+            draw=group.group.draw,
             state="open",
-            sampled_step=new.sampled_step,
-            version=new.version,
-            fingerprint=new.fingerprint,
-            members=len(new.group.rollouts),
-            prompt=json.dumps(new.group.example.prompt),
-            content=content_hash(echo_of(new.group)),
+            sampled_step=group.sampled_step,
+            version=group.version,
+            fingerprint=group.fingerprint,
+            members=len(group.group.rollouts),
+            prompt=json.dumps(group.group.example.prompt),
+            content=content_hash(echo_of(group.group)),
             key_id=key_id,
             opened_at=transaction.now,
             lease_end=transaction.uptime + lease,
         )
-        transaction.insert("records", id=new.id, record=to_json(new.group))
-    return [read_group(transaction, new.id) for new in groups]
+        transaction.insert("records", id=group.id, record=to_json(group.group))
+    return [read_group(transaction, new_group.id) for new_group in groups]
 
 
 def first_unused_draw(transaction: Transaction, run: str) -> int:
@@ -156,11 +156,11 @@ def count_groups(
     transaction: Transaction, run: str, states: Sequence[State] = tuple(TABLE)
 ) -> dict[State, int]:
     """Number of the run's groups in each of these states."""
-    counted = transaction.all(
+    rows = transaction.all(
         f"SELECT state, count(*) FROM groups WHERE run = ? AND state IN ({_placeholders(states)}) GROUP BY state",
         (run, *states),
     )
-    numbers: dict[State, int] = dict(counted)
+    numbers: dict[State, int] = dict(rows)
     return {state: numbers.get(state, 0) for state in states}
 
 
@@ -261,7 +261,7 @@ def echo_of(group: Group) -> Echo:
         group.example.prompt,
         tuple(rollout.completion for rollout in group.rollouts),
         tuple(
-            tuple(token for part in rollout.segments for token in part.token_ids)
+            tuple(token for segment in rollout.segments for token in segment.token_ids)
             for rollout in group.rollouts
         ),
     )

@@ -85,33 +85,33 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
     A new group is needed if all members are handed out, the group has ended, or it was sampled before step `oldest`. Refuses with
     `settings_conflict` if the calls that share the group had a different prompt or settings.
     """
-    found = transaction.first(
+    row = transaction.first(
         """SELECT handed_out.id, asked, given FROM handed_out JOIN groups ON groups.id = handed_out.id
         WHERE handed_out.run = ? AND handed_out.key_id = ? AND name = ?
         AND state = 'open' AND lease_end > ? AND sampled_step >= ? AND given < members
         ORDER BY groups.rowid DESC""",
         (gathering.run, gathering.key_id, gathering.name, transaction.uptime, oldest),
     )
-    if found is None:
+    if row is None:
         return None
-    group, common, given = found
+    group, common, handed_out = row
     if common != gathering.common:
         raise Refusal(
             "settings_conflict",
             f"the group {gathering.name[:80]!r} was begun with another prompt, size or way of sampling, and its members are compared "
             "with each other. Ask the same in each of its calls, or use another name.",
         )
-    return Member(read_group(transaction, group), given)
+    return Member(read_group(transaction, group), handed_out)
 
 
 def hand_out(transaction: Transaction, member: Member) -> bool:
     """Record that a call gets the member; False if another call got it, or the group ended, meanwhile."""
-    changed = transaction.execute(
+    cursor = transaction.execute(
         """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
         AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
         (member.row.id, member.index),
     )
-    return changed.rowcount == 1
+    return cursor.rowcount == 1
 
 
 # --- rewards --------------------------------------------------------------------------------------
@@ -124,23 +124,23 @@ def accept_post(transaction: Transaction, run: str, post: Post) -> Posted:
     """
     if not isinstance(post.group, str):
         return accept_rewards(transaction, run, post)
-    meant = parse_id(post.group)
-    whole = replace(post, group=meant.group)
-    if meant.member is not None:
-        return _accept_one(transaction, run, whole, meant.member)
-    for place, (reward, _) in _member_rewards(transaction, meant.group).items():
-        if place < len(post.rewards) and post.rewards[place] != reward:
-            raise _already_rewarded(f"{meant.group}-{place}", reward)
-    return accept_rewards(transaction, run, whole)
+    completion = parse_id(post.group)
+    group_post = replace(post, group=completion.group)
+    if completion.member is not None:
+        return _accept_one(transaction, run, group_post, completion.member)
+    for index, (reward, _) in _member_rewards(transaction, completion.group).items():
+        if index < len(post.rewards) and post.rewards[index] != reward:
+            raise _already_rewarded(f"{completion.group}-{index}", reward)
+    return accept_rewards(transaction, run, group_post)
 
 
 def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> Posted:
     row = _handed_out_group(transaction, post, member)
-    before = transaction.first(
+    stored = transaction.first(
         "SELECT reward, answer FROM member_rewards WHERE id = ? AND member = ?", (row.id, member)
     )
-    if before is not None:
-        reward, answer = before
+    if stored is not None:
+        reward, answer = stored
         if reward != post.rewards[0]:
             raise _already_rewarded(f"{row.id}-{member}", reward)
         return Posted(row.id, False, row.state, unpack_json(answer))
@@ -163,13 +163,13 @@ def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> 
 def _handed_out_group(transaction: Transaction, post: Post, member: int) -> GroupRow:
     """The group of a member that was handed out to a call."""
     group = str(post.group)
-    given = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
-    if given is None or member >= given:
+    handed_out = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
+    if handed_out is None or member >= handed_out:
         raise Refusal("unknown_group", f"no completion has the id {group}-{member}.")
     if len(post.rewards) != 1:
-        wrong = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
+        problem = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
         raise Refusal(
-            "invalid_request", wrong, errors=[FieldError(field=post.field, message=wrong)]
+            "invalid_request", problem, errors=[FieldError(field=post.field, message=problem)]
         )
     return read_group(transaction, group)
 
@@ -191,9 +191,12 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
 
 def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
     """Reward the group with its members' rewards; members without one count as failed."""
-    found = _member_rewards(transaction, row.id)
-    rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
-    is_held = any(include == "hold" for _, include in found.values())
+    member_rewards = _member_rewards(transaction, row.id)
+    rewards = tuple(
+        member_rewards[index][0] if index in member_rewards else None
+        for index in range(row.members)
+    )
+    is_held = any(include == "hold" for _, include in member_rewards.values())
     include: Include = "hold" if is_held else "next"
     answer = {
         "model_version": [row.run, row.sampled_step],
@@ -214,23 +217,23 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
         WHERE groups.state = 'open' AND lease_end <= ? AND runs.state = 'active'""",
         (transaction.uptime,),
     )
-    settled: list[GroupRow] = []
+    groups: list[GroupRow] = []
     for (group,) in overdue:
         # `accept_rewards` refuses a group whose lease has expired.
         lease_end = transaction.uptime + GRACE
         transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
         row = read_group(transaction, group)
-        settled.append(_reward_group(transaction, row.run, row))
-    return settled
+        groups.append(_reward_group(transaction, row.run, row))
+    return groups
 
 
 def _member_rewards(
     transaction: Transaction, group: str
 ) -> dict[int, tuple[float | None, Include]]:
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT member, reward, include FROM member_rewards WHERE id = ?", (group,)
     )
-    return {member: (reward, include) for member, reward, include in found}
+    return {member: (reward, include) for member, reward, include in rows}
 
 
 def _already_rewarded(completion: str, reward: float | None) -> Refusal:

@@ -70,9 +70,9 @@ def make_plan(
     in the caller: MoveError.
     """
     require_active(transaction, run)
-    if (other := living_plan(transaction, run, step)) is not None:
+    if (existing := living_plan(transaction, run, step)) is not None:
         raise MoveError(
-            f"step {step} of run {run} has a plan already, of {len(other.groups)} groups; it is {other.state}."
+            f"step {step} of run {run} has a plan already, of {len(existing.groups)} groups; it is {existing.state}."
         )
     plan = transaction.insert(
         "plans",
@@ -135,35 +135,35 @@ def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> Pl
 
 def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None:
     """The plan of a step that is planned or trained (not quarantined)."""
-    found = transaction.value(
+    plan_id = transaction.value(
         "SELECT id FROM plans WHERE run = ? AND step = ? AND state <> 'quarantined'", (run, step)
     )
-    return None if found is None else _read_plan(transaction, found)
+    return None if plan_id is None else _read_plan(transaction, plan_id)
 
 
 def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
     """Plans that are not trained yet, in order."""
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'planned' ORDER BY step", (run,)
     )
-    return [_read_plan(transaction, plan) for (plan,) in found]
+    return [_read_plan(transaction, plan) for (plan,) in rows]
 
 
 def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
     """The living plans of a run from a step on, in order. An engine that resumes at `step` has to take them again."""
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND step >= ? AND state <> 'quarantined' ORDER BY step",
         (run, step),
     )
-    return [_read_plan(transaction, plan) for (plan,) in found]
+    return [_read_plan(transaction, plan) for (plan,) in rows]
 
 
 def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
     """Quarantined plans, in the order of their creation."""
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'quarantined' ORDER BY id", (run,)
     )
-    return [_read_plan(transaction, plan) for (plan,) in found]
+    return [_read_plan(transaction, plan) for (plan,) in rows]
 
 
 def plan_of(transaction: Transaction, group: str) -> PlanRow | None:
@@ -198,9 +198,9 @@ def _trainable_group(transaction: Transaction, run: str, group: str) -> GroupRow
             _PROBLEM_CODES[row.state], f"group {group} is {row.state}: no step can train it."
         )
     if row.state == "open":
-        wrong = f"group {group} has no rewards yet; post them first."
+        problem = f"group {group} has no rewards yet; post them first."
         raise Refusal(
-            "invalid_request", wrong, errors=[FieldError(field="group_ids", message=wrong)]
+            "invalid_request", problem, errors=[FieldError(field="group_ids", message=problem)]
         )
     raise Refusal("group_in_use", f"group {group} is {row.state}: a step has it already.")
 

@@ -60,8 +60,8 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
     """
     if isinstance(post.group, str):
         group = read_group(transaction, post.group)
-    elif (found := find_by_echo(transaction, run, post.group)) is not None:
-        group = found
+    elif (matching_group := find_by_echo(transaction, run, post.group)) is not None:
+        group = matching_group
     else:
         raise Refusal(
             "unknown_group",
@@ -69,11 +69,11 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
             "Send `group_id`, or the echo exactly as /completions gave it.",
         )
     if len(post.rewards) != group.members:
-        wrong = f"group {group.id} has {group.members} completions, but {len(post.rewards)} rewards came."
+        problem = f"group {group.id} has {group.members} completions, but {len(post.rewards)} rewards came."
         raise Refusal(
             "invalid_request",
-            f"{wrong} Send one for each completion, in order; null where it failed.",
-            errors=[FieldError(field=post.field, message=wrong)],
+            f"{problem} Send one for each completion, in order; null where it failed.",
+            errors=[FieldError(field=post.field, message=problem)],
         )
     if group.state == "given_up":
         raise Refusal(

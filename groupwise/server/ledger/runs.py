@@ -53,10 +53,10 @@ def add_run(
     tokenizer: Tokenizer | None = None,
 ) -> RunRow:
     """Add a run and make it the active one. Refuses with `run_active` if another run is active."""
-    if (other := active_run(transaction)) is not None:
+    if (active := active_run(transaction)) is not None:
         raise Refusal(
             "run_active",
-            f"the run {other.run} is active. Stop it first, or start with `replace: true`, which stops it cleanly.",
+            f"the run {active.run} is active. Stop it first, or start with `replace: true`, which stops it cleanly.",
         )
     transaction.insert(
         "runs",
@@ -75,9 +75,9 @@ def read_run(transaction: Transaction, run: str) -> RunRow:
     """Read one run; refuses with `unknown_run` if there is none of this name."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE run = ?", (label(run),))
     if row is None:
-        known = ", ".join(row.run for row in list_runs(transaction)) or "none yet"
+        names = ", ".join(row.run for row in list_runs(transaction)) or "none yet"
         raise Refusal(
-            "unknown_run", f"there is no run {run!r} on this server; its runs are: {known}."
+            "unknown_run", f"there is no run {run!r} on this server; its runs are: {names}."
         )
     return _run_row(row)
 
@@ -116,9 +116,11 @@ def set_run_state(
 ) -> RunRow:
     """Make the run active again, or end it with a reason. Refuses with `run_active` if another run is active."""
     read_run(transaction, run)
-    other = active_run(transaction)
-    if state == "active" and other is not None and other.run != run:
-        raise Refusal("run_active", f"the run {other.run} is active. Stop it before {run} goes on.")
+    active = active_run(transaction)
+    if state == "active" and active is not None and active.run != run:
+        raise Refusal(
+            "run_active", f"the run {active.run} is active. Stop it before {run} goes on."
+        )
     transaction.execute(
         "UPDATE runs SET state = ?, reason = ?, ended_at = ? WHERE run = ?",
         (
@@ -149,9 +151,9 @@ def require_active(transaction: Transaction, run: str) -> None:
 
 
 def _run_row(row: Row) -> RunRow:
-    run, folder, settings, config, *rest, tokenizer = row
-    read = unpack_json(settings), unpack_json(config)
-    return RunRow(run, folder, *read, *rest, tokenizer=_unpack_tokenizer(tokenizer))
+    run, folder, settings, config, *columns, tokenizer = row
+    documents = unpack_json(settings), unpack_json(config)
+    return RunRow(run, folder, *documents, *columns, tokenizer=_unpack_tokenizer(tokenizer))
 
 
 def _pack_tokenizer(tokenizer: Tokenizer | None) -> str | None:

@@ -137,9 +137,9 @@ class Ledger:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             transaction = self._transaction()
-            changed = {job.name for job in batch if self._run_operation(job, transaction)}
-            if changed:
-                atomic_files.commit(self._connection, "+".join(sorted(changed)))
+            changed_names = {job.name for job in batch if self._run_operation(job, transaction)}
+            if changed_names:
+                atomic_files.commit(self._connection, "+".join(sorted(changed_names)))
             else:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error as error:

@@ -37,33 +37,33 @@ INCOMPLETE = "\ufffd"
 
 def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """The complete response, without streaming."""
-    common: dict[str, Any] = {**_response_metadata(kind, completed), "usage": _usage(completed)}
+    metadata: dict[str, Any] = {**_response_metadata(kind, completed), "usage": _usage(completed)}
     if kind == "text":
         texts = [
             TextChoice(
-                index=place,
+                index=index,
                 text=choice.text,
                 finish_reason=choice.finish_reason,
                 token_ids=list(choice.token_ids),
                 logprobs=_text_logprobs(choice),
             )
-            for place, choice in enumerate(completed.choices)
+            for index, choice in enumerate(completed.choices)
         ]
-        return TextCompletion(**common, choices=texts)
+        return TextCompletion(**metadata, choices=texts)
     chats: list[ChatChoice] = []
-    for place, choice in enumerate(completed.choices):
-        calls = _tool_calls(completed.id, place, choice)
+    for index, choice in enumerate(completed.choices):
+        calls = _tool_calls(completed.id, index, choice)
         content = None if calls and not choice.text else choice.text
         chats.append(
             ChatChoice(
-                index=place,
+                index=index,
                 message=Reply(content=content, tool_calls=calls or None),
                 finish_reason=choice.finish_reason,
                 token_ids=list(choice.token_ids),
                 logprobs=_chat_logprobs(choice),
             )
         )
-    return ChatCompletion(**common, choices=chats)
+    return ChatCompletion(**metadata, choices=chats)
 
 
 def _response_metadata(kind: Kind, completed: Completed) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def _usage(completed: Completed) -> Usage:
     )
 
 
-def _tool_calls(id: str, place: int, choice: CompletionChoice) -> list[ToolCallData]:
+def _tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[ToolCallData]:
     return [
         ToolCallData(
-            id=f"call_{id}-{place}-{number}",
+            id=f"call_{id}-{choice_index}-{number}",
             function=CalledFunction(
                 name=printable(call.name),
                 arguments=printable(json.dumps(call.arguments, ensure_ascii=False)),
@@ -137,44 +137,44 @@ class StreamEncoder:
         """The chunks that precede all text."""
         self._id = PREFIX[self._kind] + id
         if self._kind == "chat":
-            for place in range(choices):
-                yield self._encode_chunk([self._choice_delta(place, "", role="assistant")])
+            for index in range(choices):
+                yield self._encode_chunk([self._choice_delta(index, "", role="assistant")])
 
-    def text_chunk(self, place: int, text: str) -> bytes:
+    def text_chunk(self, index: int, text: str) -> bytes:
         """A chunk with more text of a choice."""
-        return self._encode_chunk([self._choice_delta(place, text)])
+        return self._encode_chunk([self._choice_delta(index, text)])
 
     def last_chunks(self, completed: Completed) -> Iterator[bytes]:
         """The final chunk of each choice, then the end of the stream."""
-        about = _response_metadata(self._kind, completed)
-        for place, choice in enumerate(completed.choices):
+        metadata = _response_metadata(self._kind, completed)
+        for index, choice in enumerate(completed.choices):
             logprobs = _chat_logprobs(choice) if self._kind == "chat" else _text_logprobs(choice)
-            ended = {
-                **self._choice_delta(place, ""),
+            final_choice = {
+                **self._choice_delta(index, ""),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids,
                 "logprobs": None if logprobs is None else logprobs.model_dump(),
             }
             if self._kind == "chat":
-                ended["delta"] = {}
-                for number, call in enumerate(_tool_calls(completed.id, place, choice)):
+                final_choice["delta"] = {}
+                for number, call in enumerate(_tool_calls(completed.id, index, choice)):
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
-                    yield self._encode_chunk([{**self._choice_delta(place, ""), "delta": delta}])
-            yield self._encode_chunk([ended], about)
+                    yield self._encode_chunk([{**self._choice_delta(index, ""), "delta": delta}])
+            yield self._encode_chunk([final_choice], metadata)
         if self._usage:
-            yield self._encode_chunk([], {**about, "usage": _usage(completed).model_dump()})
+            yield self._encode_chunk([], {**metadata, "usage": _usage(completed).model_dump()})
         yield DONE
 
-    def _choice_delta(self, place: int, text: str, **delta: str) -> dict[str, Any]:
+    def _choice_delta(self, index: int, text: str, **delta: str) -> dict[str, Any]:
         if self._kind == "text":
-            return {"index": place, "text": text, "logprobs": None, "finish_reason": None}
+            return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         delta = {**delta, "content": text}
-        return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _encode_chunk(
-        self, choices: list[dict[str, Any]], about: dict[str, Any] | None = None
+        self, choices: list[dict[str, Any]], metadata: dict[str, Any] | None = None
     ) -> bytes:
-        piece: dict[str, Any] = {
+        chunk: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion.chunk" if self._kind == "chat" else "text_completion",
             "created": self._created,
@@ -182,8 +182,8 @@ class StreamEncoder:
             "choices": choices,
         }
         if self._usage:
-            piece["usage"] = None
-        return encode_event(piece | (about or {}))
+            chunk["usage"] = None
+        return encode_event(chunk | (metadata or {}))
 
 
 def encode_event(data: Any) -> bytes:

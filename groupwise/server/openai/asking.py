@@ -112,10 +112,10 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     )
 
 
-def _template_message(given: ChatMessage) -> dict[str, Any]:
-    message = given.plain()
-    if given.tool_calls:
-        message["tool_calls"] = [with_arguments(call) for call in given.tool_calls]
+def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
+    message = chat_message.plain()
+    if chat_message.tool_calls:
+        message["tool_calls"] = [with_arguments(call) for call in chat_message.tool_calls]
     return message
 
 
@@ -123,13 +123,13 @@ def _parse_gathering(
     request: ChatRequest | TextRequest, headers: StorageHeaders, store: bool
 ) -> Gather | None:
     metadata = request.metadata or {}
-    given = {
+    options = {
         "X-Groupwise-Group": headers.group,
         "X-Groupwise-Size": headers.size,
         f"metadata.{GROUP}": metadata.get(GROUP),
         f"metadata.{SIZE}": metadata.get(SIZE),
     }
-    for field, value in given.items():
+    for field, value in options.items():
         if value is None:
             continue
         if not store:
@@ -149,11 +149,11 @@ def _parse_gathering(
     return Gather(name, headers.size or _parse_group_size(metadata.get(SIZE)))
 
 
-def _parse_group_size(given: str | None) -> int | None:
-    if given is None:
+def _parse_group_size(text: str | None) -> int | None:
+    if text is None:
         return None
-    if given.isascii() and given.isdecimal() and len(given) <= 4:
-        size = int(given)
+    if text.isascii() and text.isdecimal() and len(text) <= 4:
+        size = int(text)
         if 1 <= size <= MAX_COMPLETIONS:
             return size
     raise _field_refusal(

@@ -66,8 +66,8 @@ def write_completion(
     )
     text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
     if ask.read_calls != "none":
-        rest, calls = HermesCalls().split(text)
-        text = rest.rstrip() if calls else text
+        text_without_calls, calls = HermesCalls().split(text)
+        text = text_without_calls.rstrip() if calls else text
     return CompletionChoice(
         text=text,
         token_ids=rollout.completion_ids,

@@ -63,8 +63,8 @@ class OpenAIErrors:
         async def translate(message: Message) -> None:
             nonlocal start, body
             if message["type"] == "http.response.start":
-                kind = dict(message["headers"]).get(b"content-type", b"")
-                start = message if kind.decode("latin-1") == MEDIA_TYPE else None
+                media_type = dict(message["headers"]).get(b"content-type", b"")
+                start = message if media_type.decode("latin-1") == MEDIA_TYPE else None
             if start is None:
                 await send(message)
             elif message is not start:
@@ -104,9 +104,9 @@ def _error_responses(responses: dict[str, Any]) -> dict[str, Any]:
             errors[status] = response
             continue
         code = str(status_of(int(status)))
-        before = errors.get(code, {}).get("description", "")
+        description = errors.get(code, {}).get("description", "")
         errors[code] = {
-            "description": f"{before}\n\n{response['description']}".strip(),
+            "description": f"{description}\n\n{response['description']}".strip(),
             "content": {
                 "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
             },

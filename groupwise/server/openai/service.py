@@ -99,9 +99,9 @@ class _Progress:
         if self.engine is None:
             return []
         with suppress(GroupwiseError):  # raised where the completions are awaited
-            found = await gather_all(self.engine.partial(draw) for draw in self.draws)
-            if all(len(texts) >= self.n for texts in found):
-                return [text for texts in found for text in texts[: self.n]]
+            texts_by_draw = await gather_all(self.engine.partial(draw) for draw in self.draws)
+            if all(len(texts) >= self.n for texts in texts_by_draw):
+                return [text for texts in texts_by_draw for text in texts[: self.n]]
         return []
 
 
@@ -122,18 +122,18 @@ class OpenAIService:
 
     async def models(self) -> list[ModelData]:
         """The models now served: the newest policy, under its versioned name and as `latest`. Empty if nothing is served."""
-        now = self._run_status()
-        if now is None:
+        status = self._run_status()
+        if status is None:
             return []
-        run_row = await self._ledger.do(runs.read_run, now.run)
+        run_row = await self._ledger.do(runs.read_run, status.run)
         return [
             ModelData(
                 id=name,
                 created=int(run_row.started_at),
-                owned_by=now.run,
-                fingerprint=now.policy.fingerprint,
+                owned_by=status.run,
+                fingerprint=status.policy.fingerprint,
             )
-            for name in _model_names(now)
+            for name in _model_names(status)
         ]
 
     async def model(self, name: str) -> ModelData:
@@ -152,11 +152,13 @@ class OpenAIService:
             return None
 
     def _unknown_model(self, name: str) -> Refusal:
-        now = self._run_status()
-        there = "none, because no run is active" if now is None else ", ".join(_model_names(now))
+        status = self._run_status()
+        names = (
+            "none, because no run is active" if status is None else ", ".join(_model_names(status))
+        )
         return Refusal(
             "unknown_model",
-            f"no policy is served under the name {name[:200]!r}. There are: {there}. An older one can be had as files (GET /model).",
+            f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model).",
         )
 
     # --- completions -----------------------------------------------------------------------------
@@ -170,7 +172,8 @@ class OpenAIService:
     async def stream(
         self, ask: GenerationRequest, caller: Caller
     ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
-        """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last item.
+        """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
+        item.
 
         Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
         """
@@ -178,22 +181,22 @@ class OpenAIService:
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
         work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
-        begun = False
+        started = False
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
                 texts = [streamable_text(text, ask) for text in await progress.texts()]
-                if any(texts) and not begun:
-                    begun = True
+                if any(texts) and not started:
+                    started = True
                     yield StreamStarted(progress.id)
-                for piece in _text_deltas(texts_sent, texts):
-                    yield piece
+                for delta in _text_deltas(texts_sent, texts):
+                    yield delta
             completed = work.result().completed
             assert completed is not None, "it does not name itself"
-            if not begun:
+            if not started:
                 yield StreamStarted(completed.id)
-            for piece in _text_deltas(texts_sent, [choice.text for choice in completed.choices]):
-                yield piece
+            for delta in _text_deltas(texts_sent, [choice.text for choice in completed.choices]):
+                yield delta
             yield completed
         finally:
             work.cancel()
@@ -206,20 +209,22 @@ class OpenAIService:
         _ = conductor.engine  # raises early if the engine is unavailable
         if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
-        keeping = StoreOptions(caller, conductor.request.lease_seconds, render)
+        options = StoreOptions(caller, conductor.request.lease_seconds, render)
         if not ask.store:
-            return await self._sample_only(ask, conductor, keeping, progress)
+            return await self._sample_only(ask, conductor, options, progress)
         if ask.gather is None:
-            return await self._sample_group(ask, ask.n, None, conductor, keeping, progress)
+            return await self._sample_group(ask, ask.n, None, conductor, options, progress)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
-        common = ask.hash_with(size)
-        name = f"same:{common}" if ask.gather.name is None else f"name:{ask.gather.name}"
-        gathering = Gathering(conductor.status.run, caller.key_id, name, common)
+        settings_hash = ask.hash_with(size)
+        name = f"same:{settings_hash}" if ask.gather.name is None else f"name:{ask.gather.name}"
+        gathering = Gathering(conductor.status.run, caller.key_id, name, settings_hash)
         async with self._one_at_a_time(gathering):
-            kept = await self._next_member(ask, gathering, conductor, keeping)
-            if kept is None:
-                kept = await self._sample_group(ask, size, gathering, conductor, keeping, progress)
-            return kept
+            completion = await self._next_member(ask, gathering, conductor, options)
+            if completion is None:
+                completion = await self._sample_group(
+                    ask, size, gathering, conductor, options, progress
+                )
+            return completion
 
     # --- completions that are only sampled --------------------------------------------------------
 
@@ -227,7 +232,7 @@ class OpenAIService:
         self,
         ask: GenerationRequest,
         conductor: Conductor,
-        keeping: StoreOptions,
+        options: StoreOptions,
         progress: _Progress,
     ) -> StoredCompletion:
         completions = len(ask.prompts) * ask.n
@@ -248,11 +253,11 @@ class OpenAIService:
             orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
         self._sampling += completions
         try:
-            found = await self._sample_orders(ask, orders, ask.n, conductor, progress)
+            samples = await self._sample_orders(ask, orders, ask.n, conductor, progress)
         finally:
             self._sampling -= completions
-        rollouts = [rollout for sample in found for rollout in sample.group.rollouts]
-        first = found[0]
+        rollouts = [rollout for sample in samples for rollout in sample.group.rollouts]
+        first = samples[0]
         completed = Completed(
             id=progress.id,
             group=None,
@@ -260,12 +265,12 @@ class OpenAIService:
             step=first.step,
             fingerprint=first.fingerprint,
             created=time.time(),
-            prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in found),
+            prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
             choices=tuple(await self._write_choices(ask, rollouts, conductor)),
         )
-        if keeping.caller.answer_key is None:
-            return StoredCompletion(completed, keeping.render(completed))
-        return await self._ledger.do(storing.keep_answer, keeping, completed)
+        if options.caller.answer_key is None:
+            return StoredCompletion(completed, options.render(completed))
+        return await self._ledger.do(storing.keep_answer, options, completed)
 
     # --- stored completions -----------------------------------------------------------------------
 
@@ -275,46 +280,46 @@ class OpenAIService:
         size: int,
         gathering: Gathering | None,
         conductor: Conductor,
-        keeping: StoreOptions,
+        options: StoreOptions,
         progress: _Progress,
     ) -> StoredCompletion:
         """Sample and store a new group; with `gathering` the call gets only the first member."""
         group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
-        async with conductor.room.admit((None,), wait, keeping.caller.key_id) as (draw,):
+        async with conductor.room.admit((None,), wait, options.caller.key_id) as (draw,):
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
             (sampled,) = await self._sample_orders(ask, [order], ask.n, conductor, progress)
             choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
-            stored = await self._ledger.do(
+            completion = await self._ledger.do(
                 storing.keep_group,
                 conductor.status.run,
                 group,
                 sampled,
                 choices,
                 gathering,
-                keeping,
+                options,
             )
             await conductor.recount()
-            return stored
+            return completion
 
     async def _next_member(
         self,
         ask: GenerationRequest,
         gathering: Gathering,
         conductor: Conductor,
-        keeping: StoreOptions,
+        options: StoreOptions,
     ) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
-        now = conductor.status
-        oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
-        found = await self._ledger.do(storing.next_member, gathering, oldest)
-        if found is None:
+        status = conductor.status
+        oldest = status.step if ask.model != LATEST else status.step - conductor.request.staleness
+        member_and_rollout = await self._ledger.do(storing.next_member, gathering, oldest)
+        if member_and_rollout is None:
             return None
-        member, rollout = found
+        member, rollout = member_and_rollout
         (choice,) = await self._write_choices(ask, [rollout], conductor)
         return await self._ledger.do(
-            storing.give_member, member, len(rollout.prompt_ids), choice, keeping
+            storing.give_member, member, len(rollout.prompt_ids), choice, options
         )
 
     @asynccontextmanager
@@ -341,19 +346,19 @@ class OpenAIService:
         self,
         ask: GenerationRequest,
         orders: Sequence[SampleOrder],
-        shown: int,
+        members_shown: int,
         conductor: Conductor,
         progress: _Progress,
     ) -> list[Sampled]:
         """Sample the orders; meanwhile `progress` gives access to the texts of the first `shown` members of each."""
         engine = conductor.engine
-        progress.draws, progress.n = tuple(order.draw for order in orders), shown
+        progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
-        found = await self._host.await_engine(
+        samples = await self._host.await_engine(
             gather_all(engine.sample(order) for order in orders), conductor
         )
         progress.engine = None
-        steps = {sample.step for sample in found}
+        steps = {sample.step for sample in samples}
         if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
             raise self._unknown_model(
                 ask.model
@@ -364,7 +369,7 @@ class OpenAIService:
                 "the policy has moved on between two of the prompts. Ask again.",
                 retry_after=TRY_AGAIN,
             )
-        return list(found)
+        return list(samples)
 
     async def _write_choices(
         self, ask: GenerationRequest, rollouts: Sequence[Rollout], conductor: Conductor
@@ -372,27 +377,27 @@ class OpenAIService:
         texts: Sequence[TokenTexts | None] = [None] * len(rollouts)
         if ask.logprobs:
             engine = conductor.engine
-            asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
-            texts = await self._host.await_engine(gather_all(asked), conductor)
+            requests = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
+            texts = await self._host.await_engine(gather_all(requests), conductor)
         return [
             write_completion(rollout, ask, text)
             for rollout, text in zip(rollouts, texts, strict=True)
         ]
 
 
-def _model_names(now: RunStatus) -> tuple[str, ...]:
+def _model_names(status: RunStatus) -> tuple[str, ...]:
     """Model names of the policy now served."""
-    return f"{now.run}@{now.step}", LATEST
+    return f"{status.run}@{status.step}", LATEST
 
 
 def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]:
     """The text added since `texts_sent`, which is updated to include it."""
-    pieces: list[TextDelta] = []
+    deltas: list[TextDelta] = []
     for choice, text in enumerate(texts):
         if len(text) > len(texts_sent[choice]) and text.startswith(texts_sent[choice]):
-            pieces.append(TextDelta(choice, text[len(texts_sent[choice]) :]))
+            deltas.append(TextDelta(choice, text[len(texts_sent[choice]) :]))
             texts_sent[choice] = text
-    return pieces
+    return deltas
 
 
 def _no_response(_: Completed) -> StoredResponse:

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the stop string that was completed first; the sampler ended there."""
-    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)[1]] if found else text
+    ends_and_starts = [
+        (start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0
+    ]
+    return text[: min(ends_and_starts)[1]] if ends_and_starts else text
 
 
 def streamable_prefix(text: str, stops: Sequence[str]) -> str:
     """The part of an unfinished text that can already be streamed."""
-    whole = cut_at_stop(text, stops)
-    if len(whole) < len(text):
-        return whole
+    before_stop = cut_at_stop(text, stops)
+    if len(before_stop) < len(text):
+        return before_stop
     return text[: len(text) - max((_partial_stop_length(text, stop) for stop in stops), default=0)]
 
 

@@ -38,12 +38,12 @@ class StoredCompletion:
 
 
 def keep_answer(
-    transaction: Transaction, keeping: StoreOptions, completed: Completed
+    transaction: Transaction, options: StoreOptions, completed: Completed
 ) -> StoredCompletion:
     """Store only the response, if the request has an Idempotency-Key; the completions themselves are not stored."""
-    stored = _store_once(transaction, keeping, lambda: completed)
-    assert stored is not None
-    return stored
+    completion = _store_once(transaction, options, lambda: completed)
+    assert completion is not None
+    return completion
 
 
 def keep_group(
@@ -53,14 +53,16 @@ def keep_group(
     sampled: Sampled,
     choices: Sequence[CompletionChoice],
     gathering: Gathering | None,
-    keeping: StoreOptions,
+    options: StoreOptions,
 ) -> StoredCompletion:
     """Store a sampled group under this id. With `gathering` its members are handed out to one call each, and this call gets the first."""
 
     def work() -> Completed:
-        new = NewGroup(group, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
+        new_group = NewGroup(
+            group, sampled.group, sampled.step, sampled.version, sampled.fingerprint
+        )
         (row,) = groups.add_groups(
-            transaction, run, [new], key_id=keeping.caller.key_id, lease=keeping.lease
+            transaction, run, [new_group], key_id=options.caller.key_id, lease=options.lease
         )
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         member = (
@@ -69,9 +71,9 @@ def keep_group(
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed_answer(transaction, row, member, prompt, choices)
 
-    stored = _store_once(transaction, keeping, work)
-    assert stored is not None
-    return stored
+    completion = _store_once(transaction, options, work)
+    assert completion is not None
+    return completion
 
 
 def next_member(
@@ -91,7 +93,7 @@ def give_member(
     member: Member,
     prompt_tokens: int,
     choice: CompletionChoice,
-    keeping: StoreOptions,
+    options: StoreOptions,
 ) -> StoredCompletion | None:
     """Hand out the member to a call; None if another call got it, or the group ended, meanwhile."""
 
@@ -101,7 +103,7 @@ def give_member(
         counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
         return _completed_answer(transaction, member.row, member.index, prompt_tokens, [choice])
 
-    return _store_once(transaction, keeping, work)
+    return _store_once(transaction, options, work)
 
 
 def _completed_answer(
@@ -124,14 +126,14 @@ def _completed_answer(
 
 
 def _store_once(
-    transaction: Transaction, keeping: StoreOptions, work: Callable[[], Completed | None]
+    transaction: Transaction, options: StoreOptions, work: Callable[[], Completed | None]
 ) -> StoredCompletion | None:
     completed: Completed | None = None
 
     def answer() -> StoredResponse | None:
         nonlocal completed
         completed = work()
-        return None if completed is None else keeping.render(completed)
+        return None if completed is None else options.render(completed)
 
-    found = run_idempotent(transaction, keeping.caller, answer)
-    return None if found is None else StoredCompletion(completed, found)
+    response = run_idempotent(transaction, options.caller, answer)
+    return None if response is None else StoredCompletion(completed, response)

@@ -133,13 +133,13 @@ class Calls:
 
     def forget(self) -> None:
         """Delete answers that the client has received."""
-        before = self._clock() - KEPT_AFTER_DELIVERY
+        oldest_kept = self._clock() - KEPT_AFTER_DELIVERY
         for number, call in [*self._calls.items()]:
             if not call.over:
                 continue
             if call.ordered and number <= self._named:
                 self._forgotten = max(self._forgotten, number)
-            elif call.ordered or call.delivered is None or call.delivered >= before:
+            elif call.ordered or call.delivered is None or call.delivered >= oldest_kept:
                 continue
             del self._calls[number]
 
@@ -179,7 +179,9 @@ class Calls:
         if self._reached < number:
             return False
         return all(
-            call.over for before, call in self._calls.items() if call.ordered and before <= number
+            call.over
+            for earlier_number, call in self._calls.items()
+            if call.ordered and earlier_number <= number
         )
 
     def _note_over(self, number: int) -> None:

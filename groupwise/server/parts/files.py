@@ -50,17 +50,17 @@ class Files:
 
     def folder(self, path: str) -> Path:
         """An existing folder; refuses with `unknown_file` if it is missing."""
-        place = self.path_in_root(path)
-        if not place.is_dir():
+        folder = self.path_in_root(path)
+        if not folder.is_dir():
             raise _unknown_file(path)
-        return place
+        return folder
 
     def file(self, path: str) -> Path:
         """An existing file; refuses with `unknown_file` if it is missing."""
-        place = self.path_in_root(path)
-        if not place.is_file():
+        file = self.path_in_root(path)
+        if not file.is_file():
             raise _unknown_file(path)
-        return place
+        return file
 
     def list(self, path: str) -> FolderAnswer:
         """The files of a folder, sorted by name, with their sizes."""
@@ -83,12 +83,12 @@ class Files:
         """Accept no more files in these folders, because their checked contents are being loaded, possibly several times. Returns them, for
         `unseal`.
         """
-        given = [path for path in paths if path is not None]
-        for path in given:
+        folders = [path for path in paths if path is not None]
+        for path in folders:
             self.check(path)
         with self._changing:
-            self._sealed.update(given)
-        return given
+            self._sealed.update(folders)
+        return folders
 
     def unseal(self, paths: Iterable[str]) -> None:
         """Undo a seal after a failed load: the files may be replaced again, unless another call has loaded them or is loading them."""
@@ -98,7 +98,7 @@ class Files:
 
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
         """Write a piece of a file at `offset`, at most at its end; the file then ends with this piece. Returns the new size."""
-        place = self.path_in_root(path)
+        file = self.path_in_root(path)
         with self._changing:
             if self._removed:
                 raise _unknown_file(path)
@@ -109,12 +109,12 @@ class Files:
                     f"{path} {problem}.",
                     errors=[FieldError(field="path", message=problem)],
                 )
-            return self._append(place, path, offset, content)
+            return self._append(file, path, offset, content)
 
-    def _append(self, place: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
+    def _append(self, target: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("ab") as file:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("ab") as file:
                 if (size := file.tell()) < offset:
                     problem = f"is {offset}, but the file has {size} bytes so far; send the pieces in their order"
                     raise Refusal(
@@ -126,7 +126,7 @@ class Files:
                 file.write(content)
         except OSError as error:
             raise _refusal_of(path, error) from None
-        return FolderAnswer(files=[FileFacts(path=place.name, size=offset + len(content))])
+        return FolderAnswer(files=[FileFacts(path=target.name, size=offset + len(content))])
 
     def delete(self, path: str) -> None:
         """Delete a folder; a missing one is no error."""

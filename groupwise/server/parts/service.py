@@ -183,12 +183,12 @@ class PartsService:
     async def open(self, id: str, request: PartsRequest) -> PartsAnswer:
         """Open parts under this id, with an engine; repeating it returns their state."""
         async with self._runs.turn:
-            known = self._parts
-            if known is not None and known.id == id:
-                return self._parts_answer(known)
+            current = self._parts
+            if current is not None and current.id == id:
+                return self._parts_answer(current)
             if id in self._gone:
                 raise self._ended_refusal(id)
-            if known is not None and known.owner == request.owner:
+            if current is not None and current.owner == request.owner:
                 await self._end_parts(f"{request.owner} has opened other parts", "parts_taken")
             await self._end_if_silent()
             if self._parts is not None:
@@ -298,20 +298,20 @@ class PartsService:
         if self._is_silent(self._parts):
             await self._end_parts(f"nothing was heard of their loop for {self._silence:g} seconds")
 
-    async def _end_parts(self, why: str, code: GoneCode = "parts_gone") -> None:
+    async def _end_parts(self, reason: str, code: GoneCode = "parts_gone") -> None:
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        self._note_gone(parts, why, code)
+        self._note_gone(parts, reason, code)
         await parts.calls.end()
         await self._supervisor.end()
         await asyncio.to_thread(parts.files.remove)
 
-    def _note_gone(self, parts: _OpenParts, why: str, code: GoneCode) -> None:
-        self._gone[parts.id] = _Gone(why, code)
+    def _note_gone(self, parts: _OpenParts, reason: str, code: GoneCode) -> None:
+        self._gone[parts.id] = _Gone(reason, code)
         while len(self._gone) > GONE_KEPT:
             self._gone.popitem(last=False)
-        logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, why)
+        logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, reason)
 
     def _require_open(self, id: str) -> _OpenParts:
         parts = self._parts
@@ -404,14 +404,14 @@ class PartsService:
 
     def notice_loss(self) -> None:
         """Release parts whose engine has ended between calls."""
-        if self._parts is not None and (why := self._parts.engine.reason) is not None:
-            self._drop_lost(self._parts, why)
+        if self._parts is not None and (reason := self._parts.engine.reason) is not None:
+            self._drop_lost(self._parts, reason)
 
-    def _drop_lost(self, parts: _OpenParts, why: str) -> None:
+    def _drop_lost(self, parts: _OpenParts, reason: str) -> None:
         """The engine has ended, with all the state of the parts. Calls in progress fail with the same reason."""
         if self._parts is parts:
             self._parts = None
-            self._note_gone(parts, why, "parts_gone")
+            self._note_gone(parts, reason, "parts_gone")
             self._cleaning = asyncio.create_task(asyncio.to_thread(parts.files.remove))
 
     def _open_order(self, parts: _OpenParts, do: wire.Open) -> OpenParts:
@@ -432,14 +432,14 @@ class PartsService:
     def _checked_config(
         self,
         kind: PartsKind,
-        given: Mapping[str, Any],
+        client_config: Mapping[str, Any],
         described_model: str | None = None,
         adapter: str | None = None,
     ) -> dict[str, Any]:
         """The sections of the client's config that the parts are built from. Only models that clients may load are accepted."""
-        config = {key: given[key] for key in SECTIONS[kind] if key in given}
-        of_run = _section(given, "run")
-        model = dict(_section(given, "model"))
+        config = {key: client_config[key] for key in SECTIONS[kind] if key in client_config}
+        of_run = _section(client_config, "run")
+        model = dict(_section(client_config, "model"))
         if model.get("trust_remote_code"):
             raise UsageError(
                 "model.trust_remote_code would run code of the model's author on the server, which it never does. Leave it out."
@@ -474,8 +474,8 @@ def _run_is_active() -> Refusal:
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+    section = config.get(name)
+    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 
 
 def _taken_refusal(parts: _OpenParts) -> Refusal:

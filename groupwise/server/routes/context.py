@@ -176,8 +176,8 @@ class Serving(Shared):
 
     async def refused(self, facts: Facts) -> None:
         """Count a refusal in the run's counters. This writes to the disk, so only refused work of authorised callers counts."""
-        known = facts.caller is not None and facts.route is not None and facts.route.works
-        if known and facts.code not in ("", "forbidden", "rate_limited", "internal"):
+        counts = facts.caller is not None and facts.route is not None and facts.route.works
+        if counts and facts.code not in ("", "forbidden", "rate_limited", "internal"):
             await self.service.count_refusal(facts.code)
 
 

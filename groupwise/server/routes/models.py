@@ -60,10 +60,10 @@ class ZipResponse(Response):
         try:
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            async with aclosing(zip_pieces(self._version)) as pieces:
-                async for piece in pieces:
+            async with aclosing(zip_pieces(self._version)) as chunks:
+                async for chunk in chunks:
                     async with asyncio.timeout(STALLED):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             raise ClientGone from None

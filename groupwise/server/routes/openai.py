@@ -1,7 +1,7 @@
 """The OpenAI-compatible routes: models, chats and plain completions, complete or as streams.
 
-`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach_openai_errors` then converts the errors of everything under /v1 to
-OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within the stream,
+`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach_openai_errors` then converts the errors of everything
+under /v1 to OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within the stream,
 which then has no final `[DONE]`.
 """
 
@@ -115,8 +115,8 @@ class StreamedResponse(Response):
             await send({"type": "http.response.start", **head})
             await self._send(send, first)
             try:
-                async for chunk in stream:
-                    await self._send(send, chunk)
+                async for output in stream:
+                    await self._send(send, output)
             except Refusal as refusal:
                 await _send_body(send, encode_event(error_of_refusal(refusal).model_dump()))
         await send({"type": "http.response.body", "body": b""})
@@ -124,13 +124,13 @@ class StreamedResponse(Response):
     async def _send(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
         match output:
             case StreamStarted(id):
-                for piece in self._encoder.first_chunks(id, self._choices):
-                    await _send_body(send, piece)
+                for chunk in self._encoder.first_chunks(id, self._choices):
+                    await _send_body(send, chunk)
             case TextDelta(choice, text):
                 await _send_body(send, self._encoder.text_chunk(choice, text))
             case Completed():
-                for piece in self._encoder.last_chunks(output):
-                    await _send_body(send, piece)
+                for chunk in self._encoder.last_chunks(output):
+                    await _send_body(send, chunk)
 
 
 async def _send_body(send: Send, body: bytes) -> None:

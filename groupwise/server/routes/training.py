@@ -100,10 +100,10 @@ async def rewards(body: RewardsRequest, context: Context) -> Response:
     async def work() -> Any:
         return rewards_answer(request, await context.service.rewards(request, context.caller))
 
-    async def wait_on(before: StoredResponse) -> Any:
-        answer = rewards_of(request, before)
+    async def wait_on(stored: StoredResponse) -> Any:
+        answers = rewards_of(request, stored)
         return rewards_answer(
-            request, await context.service.rewards_trained(answer, request.timeout)
+            request, await context.service.rewards_trained(answers, request.timeout)
         )
 
     return await context.run_idempotent(work, wait_on if request.wait else None)

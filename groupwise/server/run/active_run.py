@@ -88,14 +88,14 @@ class ActiveRun:
 
     def versions(self, row: RunRow) -> Versions:
         """The readable policy versions of a run."""
-        standing = self.last_status
+        status = self.last_status
         named_checkpoints = NamedCheckpoints(self.config.folder).of_run(row.run)
-        if standing is None or standing.run != row.run:
+        if status is None or status.run != row.run:
             folder = self.config.folder / row.folder
             steps, published, tokenizer = find.run_info(folder).steps, {}, row.tokenizer
         else:
-            folder, tokenizer = standing.folder, Tokenizer.of(standing.opened)
-            steps, published = standing.step, dict(standing.versions)
+            folder, tokenizer = status.folder, Tokenizer.of(status.opened)
+            steps, published = status.step, dict(status.versions)
         tokenizer_folder = self.tokenizer_folder(tokenizer.hash if tokenizer else "")
         return Versions(row.run, folder, steps, published, named_checkpoints, tokenizer_folder)
 

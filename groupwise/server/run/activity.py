@@ -48,12 +48,12 @@ async def activity_of(
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
-        living = () if run is None else groups.living_groups(transaction, run, MOST_GROUPS)
+        living_groups = () if run is None else groups.living_groups(transaction, run, MOST_GROUPS)
         planned = () if run is None or conductor is None else plans.plans_ahead(transaction, run)
         return ActivityAnswer(
             at=transaction.now,
             run_id=run,
-            groups=[_living_group(group, transaction.uptime) for group in living],
+            groups=[_living_group(group, transaction.uptime) for group in living_groups],
             capacity=None if room is None else room.room.capacity,
             sampling=0 if room is None else room.sampling,
             waiting=waiting,

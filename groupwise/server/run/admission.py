@@ -118,50 +118,50 @@ class Admission:
         """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `who`: id of the API
         key.
 
-        Within the context the groups count as being sampled; a caller that has kept groups calls `update` before leaving it. Raises Refusal:
-        `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
-        can ever be room for.
+        Within the context the groups count as being sampled; a caller that has kept groups calls `update` before leaving it. Raises
+        Refusal: `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than
+        there can ever be room for.
         """
         if len(draws) > self.room.capacity:
-            why = (
+            limit_text = (
                 "may be open at once"
                 if self.room.manual
                 else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
                 f"{self.room.staleness + 1}"
             )
             message = (
-                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {why}. Send fewer at once, or start with "
+                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {limit_text}. Send fewer at once, or start with "
                 "higher settings."
             )
             error = FieldError(field="prompts", message=message)
             raise Refusal("invalid_request", message, errors=[error])
         await self._wait_for_turn(draws, limit, who)
         self.sampling += len(draws)
-        numbered: list[int] = []
+        assigned: list[int] = []
         for draw in draws:
-            numbered.append(self._next_draw if draw is None else draw)
-            self._next_draw = max(self._next_draw, numbered[-1] + 1)
+            assigned.append(self._next_draw if draw is None else draw)
+            self._next_draw = max(self._next_draw, assigned[-1] + 1)
         try:
-            yield tuple(numbered)
+            yield tuple(assigned)
         finally:
             self.sampling -= len(draws)
             self._admit_waiting()
 
-    async def _wait_for_turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
+    async def _wait_for_turn(self, draws: Sequence[int | None], limit: float, key_id: str) -> None:
         if self._ended is not None:
             raise self._ended
-        waiting = QueuedRequest(tuple(draws), who)
+        waiting = QueuedRequest(tuple(draws), key_id)
         self._queue.append(waiting)
         self._admit_waiting()
-        first = min(limit, IDLE_SECONDS)
+        idle_limit = min(limit, IDLE_SECONDS)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(first):
+                async with asyncio.timeout(idle_limit):
                     await asyncio.shield(waiting.admitted)  # a timeout must not cancel it
             under_way = self._traffic.under_way + self.sampling + self._expected()
             if not waiting.admitted.done() and not under_way:
                 raise TimeoutError  # nothing can bring the draw's turn nearer
-            async with asyncio.timeout(limit - first):
+            async with asyncio.timeout(limit - idle_limit):
                 await waiting.admitted
         except BaseException as error:
             self._leave_queue(waiting)
@@ -172,16 +172,18 @@ class Admission:
         self._leave_queue(waiting)
 
     def _too_busy(self, waiting: QueuedRequest) -> Refusal:
-        early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
-        if not early:
+        early_draws = [
+            draw for draw in waiting.draws if draw is not None and not self._is_due(draw)
+        ]
+        if not early_draws:
             return Refusal("too_busy", retry_after=RETRY_SECONDS)
-        room, done = self.room, self._traffic.steps_done
-        below = room.first_too_early(done, self._traffic.lost)
+        room, steps_done = self.room, self._traffic.steps_done
+        first_too_early = room.first_too_early(steps_done, self._traffic.lost)
         under_way = self._traffic.under_way + self.sampling
         return Refusal(
             "too_busy",
-            f"it is not the turn of draw {min(early)}: {done} steps are done, and with groups_per_step {room.groups_per_step} and "
-            f"staleness {room.staleness} the draws below {below} may be sampled; {under_way or 'none'} of their groups "
+            f"it is not the turn of draw {min(early_draws)}: {steps_done} steps are done, and with groups_per_step {room.groups_per_step} and "
+            f"staleness {room.staleness} the draws below {first_too_early} may be sampled; {under_way or 'none'} of their groups "
             f"{'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
             "`draw` out for the next free one.",
             retry_after=RETRY_SECONDS,

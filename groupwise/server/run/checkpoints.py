@@ -44,21 +44,21 @@ class Checkpoints:
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Save the run's current state under a name: after the step in progress, or as the run ended."""
         row = self._current.any_run()
-        earlier = self._named.saved_by_request(
+        checkpoint = self._named.saved_by_request(
             name, caller
         )  # saved for this same request by a server that ended before it could answer
-        if earlier is None:
+        if checkpoint is None:
             self._named.refuse_taken(name)
-        while earlier is None:
+        while checkpoint is None:
             path = await self._newest(row)
             try:
-                earlier = await asyncio.to_thread(self._named.keep, name, path, row, caller)
+                checkpoint = await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
                 if path.is_dir():
                     raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
-        await self._ledger.do(ledger_operations.keep_checkpoint, earlier, caller)
+        await self._ledger.do(ledger_operations.keep_checkpoint, checkpoint, caller)
         self._current.changed.beat()
-        return earlier
+        return checkpoint
 
     async def _newest(self, row: RunRow) -> Path:
         """Path of the run's newest state on disk; an active run is saved first."""
@@ -76,18 +76,18 @@ class Checkpoints:
 
     def beginning(self, name: str, rows: Mapping[str, RunRow]) -> StartCheckpoint:
         """The checkpoint that a new run starts from: a named one, or `run@step`. Refuses with `unknown_checkpoint`."""
-        found = self._named.find(name)
+        start = self._named.find(name)
         run, _, step = name.rpartition("@")
-        if found is None and run in rows:
+        if start is None and run in rows:
             by_step = {
                 str(checkpoint.step): checkpoint for checkpoint in self._named.automatic(rows[run])
             }
             if step in by_step:
-                found = StartCheckpoint(
+                start = StartCheckpoint(
                     by_step[step].path, rows[run].settings, run, by_step[step].step
                 )
-        if found is not None:
-            return found
+        if start is not None:
+            return start
         raise Refusal(
             "unknown_checkpoint",
             f"there is neither a checkpoint nor a run {name!r}. GET /checkpoints lists the checkpoints; runs that can be gone on with: "

@@ -48,10 +48,10 @@ class CompletionsAndRewards:
         """Sample groups, store them, and only then answer."""
         conductor = self._current.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        own = conductor.status.opened.tokenizer_hash
-        if request.tokenizer_hash not in (None, own):
+        server_hash = conductor.status.opened.tokenizer_hash
+        if request.tokenizer_hash not in (None, server_hash):
             message = (
-                f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {own!r}. "
+                f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {server_hash!r}. "
                 "GET /tokenizer has them."
             )
             error = FieldError(field="tokenizer_hash", message=message)
@@ -68,8 +68,8 @@ class CompletionsAndRewards:
             engine = conductor.engine
             sampled = await await_engine(
                 gather_all(
-                    naming_field(engine.sample(order), _request_field_names(request, place))
-                    for place, order in enumerate(orders)
+                    naming_field(engine.sample(order), _request_field_names(request, index))
+                    for index, order in enumerate(orders)
                 ),
                 conductor,
                 self._config.sampling_time_limit,
@@ -100,8 +100,8 @@ class CompletionsAndRewards:
         run = self._current.any_run()
         if request.wait and self._current.is_manual():
             raise Refusal("manual_mode")
-        standing = self._current.last_status
-        steps_done = standing.step if standing else None  # None: no engine has opened the run yet
+        status = self._current.last_status
+        steps_done = status.step if status else None  # None: no engine has opened the run yet
         answers = await self._ledger.do(
             ledger_operations.keep_rewards, run.run, steps_done, request, caller
         )
@@ -117,7 +117,7 @@ class CompletionsAndRewards:
         """The answers after the step that learnt from the groups, or as they are when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
-            lambda found: all(group.status == "trained" for group in found),
+            lambda current: all(group.status == "trained" for group in current),
             seconds,
         )
 
@@ -152,28 +152,28 @@ class CompletionsAndRewards:
         """The answer after the planned step was taken, or as it is when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.step_after, answer),
-            lambda found: found.status == "trained",
+            lambda current: current.status == "trained",
             seconds,
         )
 
     async def _wait_until(
-        self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
+        self, read: Callable[[], Awaitable[T]], is_done: Callable[[T], bool], seconds: float
     ) -> T:
         """Call `look` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next
-            found = await look()
-            if done(found) or self._current.is_over():
-                return found
+            result = await read()
+            if is_done(result) or self._current.is_over():
+                return result
             if not await self._current.next_beat(beat, deadline):
-                return found
+                return result
 
 
-def _request_field_names(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
+def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[OrderField, str]:
     """The request's field names for the fields of a `SampleOrder`."""
     return {
-        "prompt": "prompt" if request.prompts is None else f"prompts.{place}",
+        "prompt": "prompt" if request.prompts is None else f"prompts.{index}",
         "prompt_ids": "prompt_tokens",
         "max_tokens": "max_completion_length",
         "min_tokens": "min_completion_length",

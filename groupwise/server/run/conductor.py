@@ -88,9 +88,11 @@ class RunStatus:
         """Update the status after a step; the files of `checkpoints_kept` policies before the newest one are kept."""
         now = time.monotonic()
         if self.stepped_at is not None:
-            took = now - self.stepped_at
-            before = self.seconds_per_step
-            self.seconds_per_step = took if before is None else before + RECENT * (took - before)
+            seconds = now - self.stepped_at
+            average = self.seconds_per_step
+            self.seconds_per_step = (
+                seconds if average is None else average + RECENT * (seconds - average)
+            )
         self.stepped_at = now
         self.step, self.policy, self.metrics = done.record.step + 1, done.policy, done.metrics
         self.versions[self.step] = done.policy
@@ -293,12 +295,14 @@ class Conductor:
 
     async def _close_run(self, engine: Engine) -> None:
         """Close the run as `leave` asked for, or as finished."""
-        now = self.status
-        if now.step >= now.max_steps:
+        status = self.status
+        if status.step >= status.max_steps:
             await engine.close_run(finished=True)
             await self._announce_checkpoint()
             self.phase = "finished"
-            await self._ledger.do(steps.end_run, now.run, "finished", EventKind.FINISHED, now.step)
+            await self._ledger.do(
+                steps.end_run, status.run, "finished", EventKind.FINISHED, status.step
+            )
         elif self._leaving == "shut down":
             await engine.save()
             await self._announce_checkpoint()
@@ -308,7 +312,7 @@ class Conductor:
             self.phase = "stopped"
             assert self._leaving is not None, "it takes steps until then"
             state = _STATES[self._leaving]
-            await self._ledger.do(steps.end_run, now.run, state, EventKind.STOPPED, now.step)
+            await self._ledger.do(steps.end_run, status.run, state, EventKind.STOPPED, status.step)
 
     # --- recovery ---------------------------------------------------------------------------------
 
@@ -322,17 +326,17 @@ class Conductor:
         for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
             if plan.trained is not None:
                 exact = await self._take_step(engine, plan) and exact
-        why = self.last_error or "it ended the engine"
-        await self._ledger.do(steps.quarantine_failing, opened.run, why)
+        reason = self.last_error or "it ended the engine"
+        await self._ledger.do(steps.quarantine_failing, opened.run, reason)
         await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)
         self._engine = engine
         return engine
 
     async def _note_committed(self, engine: Engine, opened: Opened) -> None:
         """Record steps that were committed when the engine, or this process, ended before the ledger was updated."""
-        known = await self._ledger.do(steps.next_step, opened.run)
+        next_step = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
-            if manifest.step >= known:
+            if manifest.step >= next_step:
                 metrics = await engine.metrics_of(manifest.step)
                 await self._ledger.do(steps.note_committed, opened.run, manifest, metrics)
         if opened.step > await self._ledger.do(steps.next_step, opened.run):
@@ -342,12 +346,12 @@ class Conductor:
             )
 
     def _set_opened(self, opened: Opened) -> None:
-        before = self.last_status
+        previous = self.last_status
         self.last_status = RunStatus(
             opened, opened.step, opened.policy, {opened.step: opened.policy}
         )
-        if before is not None:
-            self.last_status.metrics = before.metrics
+        if previous is not None:
+            self.last_status.metrics = previous.metrics
 
     async def _accept_requests(self) -> None:
         """Update the admission, and accept requests again."""
@@ -385,10 +389,10 @@ class Conductor:
 
     async def _take_step(self, engine: Engine, plan: PlanRow) -> bool:
         """Take one step, stored in the ledger before and after; False if a repeated step gave a different result."""
-        learnt_from = await self._ledger.do(steps.groups_to_train, plan)
+        scored_groups = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
         try:
-            done = await engine.step(Plan(plan.step, learnt_from, rate))
+            done = await engine.step(Plan(plan.step, scored_groups, rate))
         except GroupwiseError as error:
             if not is_full(error):
                 await self._ledger.do(plans.count_loss, plan.run, plan.step)
@@ -403,19 +407,19 @@ class Conductor:
 
     def _log_step(self) -> None:
         """Log one line about the step, every `logging_steps` steps."""
-        now, metrics = self.status, self.status.metrics
-        if now.step % self.request.logging_steps and now.step != now.max_steps:
+        status, metrics = self.status, self.status.metrics
+        if status.step % self.request.logging_steps and status.step != status.max_steps:
             return
         loss = metrics.get("loss", math.nan)  # no loss is reported if nothing was learnt
         logger.info(
             "%s: step %d/%d  reward %.3f ±%.3f  %s%.1f s",
-            now.run,
-            now.step,
-            now.max_steps,
+            status.run,
+            status.step,
+            status.max_steps,
             metrics.get("reward", math.nan),
             metrics.get("reward_std", math.nan),
             f"loss {loss:.4f}  " if math.isfinite(loss) else "",
-            now.seconds_per_step or metrics.get("time/step", math.nan),
+            status.seconds_per_step or metrics.get("time/step", math.nan),
         )
 
     async def _wait_for_nudge(self, engine: Engine) -> None:
@@ -442,9 +446,9 @@ class Conductor:
 
     async def _announce_checkpoint(self) -> None:
         """Report the checkpoint of the current step to clients, if the engine has written one."""
-        now = self.status
-        if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
-            await self._ledger.do(steps.note_checkpoint, now.run, now.step)
+        status = self.status
+        if (status.folder / CHECKPOINTS / f"step-{status.step}").is_dir():
+            await self._ledger.do(steps.note_checkpoint, status.run, status.step)
             self._changed.beat()
 
     async def _add_event(self, kind: EventKind, **data: Any) -> None:

@@ -127,9 +127,13 @@ def is_full(error: BaseException) -> bool:
     """True if an error came from a full disk. Errors of an engine have crossed a socket, so only their message is left to check."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full")
+    full_messages = (
+        os.strerror(errno.ENOSPC),
+        os.strerror(errno.EDQUOT),
+        "database or disk is full",
+    )
     return isinstance(error, StoreError | CheckpointError) and any(
-        text in str(error) for text in full
+        message in str(error) for message in full_messages
     )
 
 

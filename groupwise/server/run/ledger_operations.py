@@ -91,7 +91,7 @@ def keep_groups(
     answers: list[GroupAnswer] = []
 
     def work() -> StoredResponse:
-        new = [
+        new_groups = [
             NewGroup(
                 f"g-{secrets.token_hex(10)}",
                 sample.group,
@@ -101,11 +101,11 @@ def keep_groups(
             )
             for sample in sampled
         ]
-        rows = groups.add_groups(transaction, run, new, key_id=caller.key_id, lease=lease)
+        rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         answers.extend(
             group_answer(transaction, row, new_group.group)
-            for row, new_group in zip(rows, new, strict=True)
+            for row, new_group in zip(rows, new_groups, strict=True)
         )
         return completions_answer(request, answers)
 
@@ -148,18 +148,18 @@ def keep_rewards(
 
     def work() -> StoredResponse:
         done = steps.next_step(transaction, run) if steps_done is None else steps_done
-        for number, given in enumerate(request.all_groups):
-            if given.group_id is not None:
-                _check_echo(transaction, given)
-            status = "held" if given.include == "hold" else "accepted"
+        for number, group_rewards in enumerate(request.all_groups):
+            if group_rewards.group_id is not None:
+                _check_echo(transaction, group_rewards)
+            status = "held" if group_rewards.include == "hold" else "accepted"
             posted = members.accept_post(
                 transaction,
                 run,
                 Post(
-                    given.group_id or _echo_of_request(given),
-                    tuple(given.rewards),
+                    group_rewards.group_id or _echo_of_request(group_rewards),
+                    tuple(group_rewards.rewards),
                     {"model_version": [run, done], "status": status},
-                    given.include,
+                    group_rewards.include,
                     "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards",
                 ),
             )
@@ -179,43 +179,47 @@ def keep_rewards(
     return answers
 
 
-def _echo_of_request(given: GroupRewards) -> Echo:
-    assert given.echoed_prompt is not None, "it is needed where there is no id"
-    assert given.completions is not None, "likewise"
-    tokens = given.completion_tokens
+def _echo_of_request(group_rewards: GroupRewards) -> Echo:
+    assert group_rewards.echoed_prompt is not None, "it is needed where there is no id"
+    assert group_rewards.completions is not None, "likewise"
+    tokens = group_rewards.completion_tokens
     return Echo(
-        given.echoed_prompt,
-        tuple(given.completions),
+        group_rewards.echoed_prompt,
+        tuple(group_rewards.completions),
         None if tokens is None else tuple(map(tuple, tokens)),
     )
 
 
-def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
+def _check_echo(transaction: Transaction, group_rewards: GroupRewards) -> None:
     """Compare the texts sent along with an id to the sampled ones, if these are still stored."""
-    assert given.group_id is not None
-    record = groups.read_record(transaction, members.parse_id(given.group_id).group)
-    if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
+    assert group_rewards.group_id is not None
+    record = groups.read_record(transaction, members.parse_id(group_rewards.group_id).group)
+    if (
+        record is None
+        or (group_rewards.prompt, group_rewards.completions, group_rewards.completion_tokens)
+        == (None,) * 3
+    ):
         return
-    own = groups.echo_of(from_json(Group, record))
+    sampled = groups.echo_of(from_json(Group, record))
     compared: dict[str, tuple[Any, Any]] = {
-        "prompt": (given.echoed_prompt, own.prompt),
-        "completions": (given.completions, list(own.completions)),
+        "prompt": (group_rewards.echoed_prompt, sampled.prompt),
+        "completions": (group_rewards.completions, list(sampled.completions)),
         "completion_tokens": (
-            given.completion_tokens,
-            [list(ids) for ids in own.completion_tokens or ()],
+            group_rewards.completion_tokens,
+            [list(ids) for ids in sampled.completion_tokens or ()],
         ),
     }
-    for name, (echoed, stored) in compared.items():
-        if echoed is not None and echoed != stored:
+    for name, (echoed, expected) in compared.items():
+        if echoed is not None and echoed != expected:
             raise Refusal(
                 "echo_mismatch",
-                f"{name} of group {given.group_id} are not what the server has sampled. Leave them out, or send them as they came.",
+                f"{name} of group {group_rewards.group_id} are not what the server has sampled. Leave them out, or send them as they came.",
             )
 
 
 def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
     """The answers as of now: `trained` if a step has learnt from the group. Refuses if a group ended without training."""
-    now: list[RewardAnswer] = []
+    current_answers: list[RewardAnswer] = []
     for answer in answers:
         row = groups.read_group(transaction, answer.group_id)
         if row.state in _UNTRAINED_CODES:
@@ -231,8 +235,8 @@ def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> lis
                 "metrics": dict(plan.trained.metrics),
                 "model_version": (row.run, plan.step + 1),
             }
-        now.append(answer.model_copy(update=changes))
-    return now
+        current_answers.append(answer.model_copy(update=changes))
+    return current_answers
 
 
 _UNTRAINED_CODES: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
@@ -250,7 +254,7 @@ def keep_plan(
     caller: Caller,
 ) -> StepAnswer | None:
     """Store the plan of a requested step and the answer about it; None if another plan is waiting already."""
-    made: list[StepAnswer] = []
+    step_answers: list[StepAnswer] = []
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
 
@@ -259,11 +263,11 @@ def keep_plan(
         plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
         if plan is None:
             return None
-        made.append(_step_answer(plan))
-        return step_answer(request, made[0])
+        step_answers.append(_step_answer(plan))
+        return step_answer(request, step_answers[0])
 
     run_idempotent(transaction, caller, work)
-    return made[0] if made else None
+    return step_answers[0] if step_answers else None
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
@@ -332,9 +336,9 @@ class RunSnapshot:
     @property
     def refusals_by_code(self) -> dict[str, int]:
         """Number of refused requests, by code."""
-        begin = "refused/"
-        found = self.counters.items()
-        return {name.removeprefix(begin): n for name, n in found if name.startswith(begin)}
+        prefix = "refused/"
+        counts = self.counters.items()
+        return {name.removeprefix(prefix): n for name, n in counts if name.startswith(prefix)}
 
 
 def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:

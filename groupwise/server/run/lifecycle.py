@@ -76,8 +76,8 @@ class RunLifecycle:
 
     async def go_on(self) -> None:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
-        known = await self._ledger.do(runs.list_runs)
-        self._current.latest = known[-1] if known else None
+        all_runs = await self._ledger.do(runs.list_runs)
+        self._current.latest = all_runs[-1] if all_runs else None
         active = await self._ledger.do(runs.active_run)
         if active is None:
             return
@@ -91,38 +91,38 @@ class RunLifecycle:
         logger.info("going on with the run %s", active.run)
 
     async def start(
-        self, request: StartRequest, caller: Caller, beside: Sequence[MachineUser]
+        self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
     ) -> StartAnswer:
         """Start or resume a run. `beside`: other users of the machine, which may have to make room."""
         async with self.turn:
             self._current.refuse_when_shutting_down()
             replacing = request.replace
-            order, request, old = await self._resolve_order(request)
+            order, request, resumed_row = await self._resolve_order(request)
             if replacing or self._current.active_conductor() is None:
-                for user in beside:
+                for user in machine_users:
                     if replacing:
                         await user.release_for_replacement()
                     await user.release_machine()
             await self._end_current(replacing)
             conductor = self._conductor_of(request, order)
-            standing = await self._begin_within_limit(conductor)
+            status = await self._begin_within_limit(conductor)
             answer = StartAnswer(
-                run_id=standing.run,
-                model_version=standing.version,
-                fingerprint=standing.policy.fingerprint,
-                max_steps=standing.max_steps,
+                run_id=status.run,
+                model_version=status.version,
+                fingerprint=status.policy.fingerprint,
+                max_steps=status.max_steps,
                 groups_per_step=request.prompts_per_step,
-                tokenizer_hash=standing.opened.tokenizer_hash,
+                tokenizer_hash=status.opened.tokenizer_hash,
             )
-            await self._keep_tokenizer(conductor, standing)
+            await self._keep_tokenizer(conductor, status)
             row = await self._ledger.do(
                 ledger_operations.start_run,
-                standing.run,
-                f"{RUNS}/{standing.run}",
+                status.run,
+                f"{RUNS}/{status.run}",
                 request.model_dump(mode="json", exclude_unset=True),
                 dict(order.config),
-                old is not None,
-                standing.opened,
+                resumed_row is not None,
+                status.opened,
                 caller,
                 answer_of(answer),
             )
@@ -140,18 +140,22 @@ class RunLifecycle:
             order = await self._checked_order(request)
             return self._open_under_free_name(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
-        if (old := rows.get(request.resume_from)) is not None:
-            if request.run_name not in (None, old.run):
+        if (resumed_row := rows.get(request.resume_from)) is not None:
+            if request.run_name not in (None, resumed_row.run):
                 message = (
-                    f"has no effect with resume_from: {old.run}, because the run goes on under its own name. Leave it out, or begin a "
-                    f"new run from a checkpoint of it, such as resume_from: {old.run}@<step> (GET /checkpoints lists them)"
+                    f"has no effect with resume_from: {resumed_row.run}, because the run goes on under its own name. Leave it out, or begin a "
+                    f"new run from a checkpoint of it, such as resume_from: {resumed_row.run}@<step> (GET /checkpoints lists them)"
                 )
                 error = FieldError(field="run_name", message=message)
                 raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
-            merged = _merge_settings(old.settings, request)
+            merged = _merge_settings(resumed_row.settings, request)
             order = await self._checked_order(merged)
-            config = _with_run(order.config, name=old.run)
-            return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
+            config = _with_run(order.config, name=resumed_row.run)
+            return (
+                OpenRun(config, merged.max_prompt_length, run=resumed_row.run),
+                merged,
+                resumed_row,
+            )
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merge_settings(beginning.settings, request)
         _refuse_other_weights(request.resume_from, beginning.settings, merged)
@@ -164,11 +168,11 @@ class RunLifecycle:
 
     def _open_under_free_name(self, order: OpenRun) -> OpenRun:
         """Give a new run a name that no run has had: a stopped run is resumed only by `resume_from`, not because a name was reused."""
-        wanted = order.config["run"]["name"]
-        name, number = wanted, 1
+        base_name = order.config["run"]["name"]
+        name, number = base_name, 1
         while (self._config.folder / RUNS / name).exists():
             number += 1
-            name = f"{wanted}-{number}"
+            name = f"{base_name}-{number}"
         return replace(order, config=_with_run(order.config, name=name))
 
     def _with_this_folder(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,10 +213,10 @@ class RunLifecycle:
             await self._supervisor.end()
             raise refusal_of(error, otherwise="engine_failed") from None
 
-    async def _keep_tokenizer(self, conductor: Conductor, standing: RunStatus) -> None:
+    async def _keep_tokenizer(self, conductor: Conductor, status: RunStatus) -> None:
         """Store the tokenizer in the server's output, so that it can be served without an engine."""
-        place = self._current.tokenizer_folder(standing.opened.tokenizer_hash)
-        if place.is_dir():
+        target = self._current.tokenizer_folder(status.opened.tokenizer_hash)
+        if target.is_dir():
             return
         files = await conductor.tokenizer_files()
 
@@ -221,7 +225,7 @@ class RunLifecycle:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
-        await asyncio.to_thread(atomic_files.make_folder, place, fill, replace=True)
+        await asyncio.to_thread(atomic_files.make_folder, target, fill, replace=True)
 
     def _conductor_of(self, request: StartRequest, order: OpenRun) -> Conductor:
         return Conductor(
@@ -261,10 +265,12 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
     """
     had_all = _merge_settings(settings, StartRequest()).trains_all
     if had_all != request.trains_all:
-        was, now = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
-        mend = "adapter: full" if had_all else "adapter: new"
+        old_kind, new_kind = (
+            ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
+        )
+        fix = "adapter: full" if had_all else "adapter: new"
         message = (
-            f"the checkpoint {name} has {was}, and {now} would be trained. Give `{mend}`, or leave adapter and lora out, to go on with "
+            f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{fix}`, or leave adapter and lora out, to go on with "
             "it; without resume_from the training begins anew"
         )
         error = FieldError(field="adapter", message=message)
@@ -283,15 +289,20 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
 
 def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
     """Override an earlier run's settings with those of the request. Refuses with `settings_conflict` if the result is invalid."""
-    given = request.model_dump(mode="json", exclude_unset=True)
-    fresh = {key: value for key, value in given.items() if key not in _REQUEST_ONLY}
-    gone = {
+    requested = request.model_dump(mode="json", exclude_unset=True)
+    fresh = {key: value for key, value in requested.items() if key not in _REQUEST_ONLY}
+    dropped_keys = {
         *_REQUEST_ONLY,
-        *(old for key in fresh if fresh[key] is not None for old in _REPLACED.get(key, ())),
+        *(
+            replaced
+            for key in fresh
+            if fresh[key] is not None
+            for replaced in _REPLACED.get(key, ())
+        ),
     }
-    kept = {key: value for key, value in settings.items() if key not in gone}
+    inherited = {key: value for key, value in settings.items() if key not in dropped_keys}
     try:
-        return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
+        return StartRequest.model_validate_json(json.dumps({**inherited, **fresh}))
     except ValidationError as error:
         refusal = Refusal.of_fields(error, StartRequest)
         raise Refusal(

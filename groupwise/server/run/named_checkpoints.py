@@ -63,7 +63,7 @@ class NamedCheckpoints:
     def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
         """Save a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
         self.refuse_taken(name)
-        found = checkpoints.read(checkpoint)
+        saved_checkpoint = checkpoints.read(checkpoint)
 
         def fill(folder: Path) -> None:
             for file in sorted(checkpoint.rglob("*")):
@@ -71,11 +71,11 @@ class NamedCheckpoints:
                     copy = folder / file.relative_to(checkpoint)
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     atomic_files.keep_file(file, copy)
-            facts = {"run": row.run, "step": found.step, "settings": row.settings}
+            facts = {"run": row.run, "step": saved_checkpoint.step, "settings": row.settings}
             (folder / SAVED).write_text(json.dumps({**facts, "asked": _request_name(caller)}))
 
         atomic_files.make_folder(self._root / name, fill, replace=False)
-        return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
+        return CheckpointAnswer(name=name, run_id=row.run, step=saved_checkpoint.step, address=name)
 
     def list_checkpoints(self) -> Iterator[CheckpointAnswer]:
         """All named checkpoints, sorted by name."""

@@ -57,18 +57,20 @@ class Versions:
         step = self.step
         if version is not None and version != LATEST:
             run, _, number = version.rpartition("@")
-            here = run in ("", self.run) and number.isascii() and number.isdecimal()
-            if not here or (int(number) > self.step and int(number) not in self._saved_weights()):
+            of_this_run = run in ("", self.run) and number.isascii() and number.isdecimal()
+            if not of_this_run or (
+                int(number) > self.step and int(number) not in self._saved_weights()
+            ):
                 raise Refusal(
                     "unknown_version",
                     f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be "
                     f"read: {self._list_steps()}. {OTHERS}",
                 )
             step = int(number)
-        for place in (self._published_weights(step), self._saved_weights().get(step)):
-            if place is not None:
+        for weights in (self._published_weights(step), self._saved_weights().get(step)):
+            if weights is not None:
                 try:
-                    return self._open_version(step, *place)
+                    return self._open_version(step, *weights)
                 except FileNotFoundError:  # it was deleted meanwhile
                     continue
         raise Refusal(
@@ -83,7 +85,9 @@ class Versions:
 
     def _saved_weights(self) -> dict[int, WeightsFolder]:
         """Folders by step count: checkpoints, or the final weights in place of the checkpoint at the same step."""
-        named = [found for path in self.named if (found := _complete_checkpoint(path)) is not None]
+        named = [
+            complete for path in self.named if (complete := _complete_checkpoint(path)) is not None
+        ]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
         saved = {
             checkpoint.step: (
@@ -109,12 +113,12 @@ class Versions:
         if not any(path.suffix == ".safetensors" for path in weights):
             raise FileNotFoundError(folder)
         kind: Literal["adapter", "full"] = "adapter" if is_adapter(folder) else "full"
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             files = [
-                OpenFile(path.name, path.stat().st_size, opened.enter_context(path.open("rb")))
+                OpenFile(path.name, path.stat().st_size, stack.enter_context(path.open("rb")))
                 for path in (*weights, *tokenizer_files(self.tokenizer))
             ]
-            opened.pop_all()
+            stack.pop_all()
         if (self.folder / RECORD).is_file():  # a named checkpoint may outlive its run
             card = model_card(self.folder, folder, step).encode()
             files.append(OpenFile(CARD, len(card), io.BytesIO(card)))

@@ -57,8 +57,8 @@ class Queries:
         """Up to `limit` events after this one, oldest first. None: no past events."""
         if after is None:
             return []
-        found = await self._ledger.do(events.events_after, after, limit)
-        return [event_data(event) for event in found]
+        rows = await self._ledger.do(events.events_after, after, limit)
+        return [event_data(event) for event in rows]
 
     async def last_event(self) -> int:
         """The id of the newest event."""
@@ -76,10 +76,10 @@ class Queries:
 
     async def open_version(self, version: str | None) -> OpenVersion:
         """Open the files of a version."""
-        row, meant = await self._resolve_version(version)
+        row, version_in_run = await self._resolve_version(version)
 
         def opened() -> OpenVersion:
-            return self._current.versions(row).open(meant)
+            return self._current.versions(row).open(version_in_run)
 
         return await asyncio.to_thread(opened)
 
@@ -98,8 +98,8 @@ class Queries:
 
     async def tokenizer(self) -> TokenizerAnswer:
         """The data that a client needs to render and tokenise like the server."""
-        row, standing = self._current.any_run(), self._current.last_status
-        tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
+        row, status = self._current.any_run(), self._current.last_status
+        tokenizer = Tokenizer.of(status.opened) if status else row.tokenizer
         if tokenizer is None:  # the run was started by an older version of the server
             conductor = self._current.conductor
             raise conductor.refusal() if conductor else Refusal("not_started")

@@ -132,11 +132,11 @@ def allowed_model(field: str, name: str, allowed: AllowedModels) -> str:
         return name
     if (folder := _folder_inside(allowed.model_dir, name)) is not None:
         return str(folder)
-    there = ", ".join(folders_in(allowed.model_dir)) or "no folders"
+    folders = ", ".join(folders_in(allowed.model_dir)) or "no folders"
     raise Refusal(
         "model_not_allowed",
         f"{field}: {name!r} may not be loaded. Allowed are the built-in models ({', '.join(ALIASES)}), the folders in the server's "
-        f"model_dir ({there}), and what its setting allowed_models names ({', '.join(allowed.models) or 'nothing'}). Put the model "
+        f"model_dir ({folders}), and what its setting allowed_models names ({', '.join(allowed.models) or 'nothing'}). Put the model "
         "there, or have it added to allowed_models.",
     )
 
@@ -156,7 +156,7 @@ def folders_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
-def _adapter_folder(name: str, allowed: AllowedModels, runs: Path) -> str:
+def _adapter_folder(name: str, allowed_models: AllowedModels, runs: Path) -> str:
     """Folder of an adapter: `run@step` of a run of this server, otherwise named like a model."""
     if re.fullmatch(r"[A-Za-z0-9._-]+@\d+", name):
         try:
@@ -165,22 +165,22 @@ def _adapter_folder(name: str, allowed: AllowedModels, runs: Path) -> str:
             raise Refusal("unknown_checkpoint", str(error)) from None
         assert address.checkpoint is not None, "a step was named"
         return str(address.checkpoint.path)
-    return allowed_model("adapter_path", name, allowed)
+    return allowed_model("adapter_path", name, allowed_models)
 
 
 def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:
     """Refuse with `settings_conflict`: keys that would make this machine send requests to addresses chosen by a client, and a temperature
     schedule, because each request may set its own temperature.
     """
-    why = "this server samples itself, and asks no other one for a client."
-    refused = [key for key in SERVER_KEYS if key in sampler]
+    reason = "this server samples itself, and asks no other one for a client."
+    refused_keys = [key for key in SERVER_KEYS if key in sampler]
     if sampler.get("engine", "torch") == "vllm":
-        refused.append("engine")
-    if not refused and "temperature_schedule" in sampler:
-        refused = ["temperature_schedule"]
-        why = "give `temperature` with each request for completions."
-    if refused:
-        key = f"sampler.{refused[0]}"
-        message = f"{key} has no place in a served run: {why}"
+        refused_keys.append("engine")
+    if not refused_keys and "temperature_schedule" in sampler:
+        refused_keys = ["temperature_schedule"]
+        reason = "give `temperature` with each request for completions."
+    if refused_keys:
+        key = f"sampler.{refused_keys[0]}"
+        message = f"{key} has no place in a served run: {reason}"
         raise Refusal("settings_conflict", message, errors=[FieldError(field=key, message=message)])
     return sampler

@@ -135,13 +135,13 @@ class Service:
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
         loop = self.loop_elsewhere()
-        beside = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
-        return (await self._queries.status()).model_copy(update=beside)
+        others = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
+        return (await self._queries.status()).model_copy(update=others)
 
     async def activity(self) -> ActivityAnswer:
         """Current activity."""
-        found = await activity_of(self._current, self._ledger, self.sessions())
-        return found.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
+        activity = await activity_of(self._current, self._ledger, self.sessions())
+        return activity.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
         """The stored answer to this request; refuses if its key was used with another body."""
@@ -162,9 +162,9 @@ class Service:
         """Make the other users release the machine for `whom`. Refuses with `run_active` if one of them is in use. Call while holding
         `turn`.
         """
-        for name, other in self.beside.items():
+        for name, user in self.beside.items():
             if name != whom:
-                await other.release_machine()
+                await user.release_machine()
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await an engine's answer. A request that the engine refuses is the client's fault, a lost engine is not."""

@@ -130,8 +130,8 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
 
     Sampling records that no checkpoint needs any more are dropped.
     """
-    before = plan.trained
-    exact = before is None or before.fingerprint_out == done.record.fingerprint_out
+    previous = plan.trained
+    exact = previous is None or previous.fingerprint_out == done.record.fingerprint_out
     trained = Trained(
         done.record.fingerprint_out,
         done.record.version_out,
@@ -139,7 +139,7 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
         finite(done.metrics),
     )
     plans.mark_trained(transaction, plan.run, plan.step, trained)
-    if before is None:
+    if previous is None:
         _add_step_event(transaction, plan, done.metrics)
     for message in done.warnings:
         events.add_event(transaction, plan.run, EventKind.WARNING, {"message": message})

@@ -371,8 +371,8 @@ def refused_route(method: str, path: str) -> Unsupported | None:
     if owners:
         reason = next(entry.note for entry in METHODS if f"{entry.owner}.{entry.name}" == owners[0])
         return Unsupported(f"{' and '.join(owners)}: not supported by this server; {reason}.")
-    for known, route, reason in INTERNAL:
-        if _fits((known, route), method, path):
+    for internal_method, route, reason in INTERNAL:
+        if _fits((internal_method, route), method, path):
             return Unsupported(f"{method} {route} is not supported by this server: {reason}.")
     return None
 

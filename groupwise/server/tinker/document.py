@@ -74,12 +74,12 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
 def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
     """Path parameters, and the idempotency header of `create_session`."""
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    found: list[dict[str, Any]] = [
+    parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
     if route.path == "/create_session":
-        found.append(
+        parameters.append(
             {
                 "name": "X-Idempotency-Key",
                 "in": "header",
@@ -88,7 +88,7 @@ def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
                 "schema": {"type": "string"},
             }
         )
-    return found
+    return parameters
 
 
 def _success_response(route: VerbRoute) -> dict[str, Any]:
@@ -110,18 +110,20 @@ def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
         by_status.setdefault(str(CODES[code].status), []).append(code)
     return {
         status: {
-            "description": "\n\n".join(f"`{code}`: {CODES[code].meaning}" for code in named),
+            "description": "\n\n".join(
+                f"`{code}`: {CODES[code].meaning}" for code in codes_of_status
+            ),
             "content": {
                 _JSON: {
                     "schema": _schema_ref(answers.Refused),
                     "examples": {
                         code: {"value": {"code": code, "message": CODES[code].meaning}}
-                        for code in named
+                        for code in codes_of_status
                     },
                 }
             },
         }
-        for status, named in sorted(by_status.items())
+        for status, codes_of_status in sorted(by_status.items())
     }
 
 
@@ -138,13 +140,19 @@ def _schema_ref(model: type[Any]) -> dict[str, str]:
 
 def _schemas() -> dict[str, Any]:
     """Schemas of all bodies and answers, prefixed with `Verbs.` in the document."""
-    read = [route.reads for route in ROUTES if route.reads is not None]
-    sent = [route.answer for route in ROUTES if route.answer is not None]
-    both: list[type[BaseModel]] = [*read, *sent, answers.Healthy, answers.TryAgain, answers.Refused]
-    models: list[tuple[Any, JsonSchemaMode]] = [
-        (model, "validation") for model in dict.fromkeys(both)
+    bodies = [route.reads for route in ROUTES if route.reads is not None]
+    response_models = [route.answer for route in ROUTES if route.answer is not None]
+    all_models: list[type[BaseModel]] = [
+        *bodies,
+        *response_models,
+        answers.Healthy,
+        answers.TryAgain,
+        answers.Refused,
     ]
-    _, found = models_json_schema(models, ref_template=NAMES)
+    models: list[tuple[Any, JsonSchemaMode]] = [
+        (model, "validation") for model in dict.fromkeys(all_models)
+    ]
+    _, generated = models_json_schema(models, ref_template=NAMES)
     result = TypeAdapter[Any](answers.Result).json_schema(ref_template=NAMES)
-    schemas = {**found["$defs"], **result.pop("$defs"), "Result": result}
+    schemas = {**generated["$defs"], **result.pop("$defs"), "Result": result}
     return {f"Verbs.{name}": schema for name, schema in schemas.items()}

@@ -137,10 +137,10 @@ class VerbEngineHost:
         owners.
         """
         if self._models:
-            whose = "; ".join(sessions.values()) or ", ".join(self._models)
+            owners = "; ".join(sessions.values()) or ", ".join(self._models)
             raise Refusal(
                 "run_active",
-                f"Clients that train by verbs have models in memory ({whose}). A run begins in an engine of its "
+                f"Clients that train by verbs have models in memory ({owners}). A run begins in an engine of its "
                 "own: end their sessions first, or start with `replace: true`, which ends them; what they have saved stays. Once it is "
                 "active, models can be made beside it.",
             )
@@ -192,20 +192,20 @@ class VerbEngineHost:
 
     async def base(self, name: str) -> Base:
         """See `VerbEngine.base`."""
-        standing = await self._engine_with(name)
-        return replace(standing.base, name=name)
+        engine = await self._engine_with(name)
+        return replace(engine.base, name=name)
 
     # --- models ----------------------------------------------------------------------------------
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         """See `VerbEngine.create_model`. If the model exists already, it was created by an earlier attempt of the same call."""
-        new = model not in self._models
-        if new:
+        is_new = model not in self._models
+        if is_new:
             run = self._runs.conducted()
-            there = [*self._models, *([] if run is None else ["the run"])]
-            if len(there) >= self._most:
+            users = [*self._models, *([] if run is None else ["the run"])]
+            if len(users) >= self._most:
                 raise UsageError(
-                    f"There are {len(there)} models in memory already ({', '.join(there)}), as many as there may be (max_models of the "
+                    f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be (max_models of the "
                     "server). End the session of one that is not needed any more."
                 )
             self.admit(spec.base)
@@ -213,18 +213,18 @@ class VerbEngineHost:
         try:
             await self._call_model(model, None)
         except BaseException:
-            if new:
+            if is_new:
                 del self._models[model]
             raise
 
     async def drop(self, model: str) -> None:
         """See `VerbEngine.drop`."""
         self._models.pop(model, None)
-        standing = self._loaded_engine
-        if standing is not None and model in standing.there:
-            standing.there.discard(model)
+        engine = self._loaded_engine
+        if engine is not None and model in engine.there:
+            engine.there.discard(model)
             with suppress(EngineLost):
-                await standing.call("drop", model)
+                await engine.call("drop", model)
         await asyncio.to_thread(self._folders.forget_automatic, model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
@@ -278,12 +278,12 @@ class VerbEngineHost:
         base = weights if isinstance(weights, str) else (await self.saved(weights)).base
         losses = 0
         while True:
-            standing = await self._engine_with(base)
+            engine = await self._engine_with(base)
             try:
-                return await standing.call("sample", stored, order)
+                return await engine.call("sample", stored, order)
             except EngineLost as error:
                 losses += 1
-                await self._release_lost(standing, error)
+                await self._release_lost(engine, error)
                 if losses == LOSSES:
                     raise
 
@@ -296,55 +296,55 @@ class VerbEngineHost:
             if model not in self._models:
                 raise UsageError(f"There is no model {model!r}: its session has ended.")
             model_state = self._models[model]
-            standing = await self._engine_with(model_state.spec.base)
+            engine = await self._engine_with(model_state.spec.base)
             try:
-                await self._recreate(standing, model, model_state)
-                return None if verb is None else await standing.call(verb, model, *arguments)
+                await self._recreate(engine, model, model_state)
+                return None if verb is None else await engine.call(verb, model, *arguments)
             except EngineLost as error:
                 losses += 1
-                await self._release_lost(standing, error)
+                await self._release_lost(engine, error)
                 if losses == LOSSES:
                     raise
             except UsageError:
                 raise  # nothing was done
             except GroupwiseError:
-                await self._drop_half_done(standing, model)
+                await self._drop_half_done(engine, model)
                 raise
 
-    async def _recreate(self, standing: _LoadedEngine, model: str, model_state: _Model) -> None:
+    async def _recreate(self, engine: _LoadedEngine, model: str, model_state: _Model) -> None:
         """Recreate the model in this engine, in its current state."""
         async with model_state.moving:
-            if model in standing.there:
+            if model in engine.there:
                 return
-            after = -1 if model_state.kept is None else model_state.kept
-            repeated = await self._ledger.do(calls.calls_to_repeat, model, after)
-            await standing.call("create_model", model, model_state.spec, model_state.kept)
-            standing.there.add(model)
+            last_kept = -1 if model_state.kept is None else model_state.kept
+            calls_to_repeat = await self._ledger.do(calls.calls_to_repeat, model, last_kept)
+            await engine.call("create_model", model, model_state.spec, model_state.kept)
+            engine.there.add(model)
             try:
-                for kind, content in repeated:
-                    await _repeat_call(standing, model, kind, content)
+                for kind, content in calls_to_repeat:
+                    await _repeat_call(engine, model, kind, content)
             except BaseException:
-                await self._drop_half_done(standing, model)
+                await self._drop_half_done(engine, model)
                 raise
-        if repeated or model_state.kept is not None:
-            logger.info("the model %s was made again, with %d calls", model, len(repeated))
+        if calls_to_repeat or model_state.kept is not None:
+            logger.info("the model %s was made again, with %d calls", model, len(calls_to_repeat))
 
-    async def _drop_half_done(self, standing: _LoadedEngine, model: str) -> None:
+    async def _drop_half_done(self, engine: _LoadedEngine, model: str) -> None:
         """A call failed half done: drop the model, so that it is recreated before its next call."""
-        standing.there.discard(model)
+        engine.there.discard(model)
         with suppress(GroupwiseError):  # the engine is gone, and the model with it
-            await standing.call("drop", model)
+            await engine.call("drop", model)
 
     async def _engine_with(self, base: str) -> _LoadedEngine:
         loads = self._loads(base)
         while True:
             async with self._engine_lock:
                 run = self._runs.conducted()
-                found = await (
+                engine = await (
                     self._own_engine(base, loads) if run is None else self._run_engine(run, loads)
                 )
-            if found is not None:
-                return found
+            if engine is not None:
+                return engine
             await asyncio.sleep(RETRY_INTERVAL)
 
     async def _run_engine(self, run: Conductor, loads: str) -> _LoadedEngine | None:
@@ -352,13 +352,13 @@ class VerbEngineHost:
         if run.phase != "running":
             return None
         engine = cast("object", run.engine)
-        standing = self._loaded_engine
-        if standing is not None and standing.engine is engine:
-            if standing.loads != loads:
+        loaded = self._loaded_engine
+        if loaded is not None and loaded.engine is engine:
+            if loaded.loads != loads:
                 raise UsageError(
-                    f"The base model {loads} cannot be had now: {standing.loads} is in memory, and there is one base at a time."
+                    f"The base model {loads} cannot be had now: {loaded.loads} is in memory, and there is one base at a time."
                 )
-            return standing
+            return loaded
         if not isinstance(engine, CallableEngine):
             raise UsageError("The engine of the active run trains nothing beside it.")
         try:
@@ -368,9 +368,9 @@ class VerbEngineHost:
 
     async def _own_engine(self, base: str, loads: str) -> _LoadedEngine | None:
         """The verbs' own engine; None if a run has started meanwhile, or the engine ended before it was ready."""
-        standing = self._loaded_engine
-        if standing is not None and standing.run is None and standing.loads == loads:
-            return standing
+        loaded = self._loaded_engine
+        if loaded is not None and loaded.run is None and loaded.loads == loads:
+            return loaded
         async with self._runs.turn:
             if self._runs.conducted() is not None:
                 return None
@@ -398,28 +398,28 @@ class VerbEngineHost:
         self._loaded_engine = _LoadedEngine(engine, base, loads, run)
         return self._loaded_engine
 
-    async def _release_lost(self, standing: _LoadedEngine, error: EngineLost) -> None:
+    async def _release_lost(self, lost: _LoadedEngine, error: EngineLost) -> None:
         """Forget an engine that has ended. Raises TooManyRestarts if that has happened too often."""
         async with self._engine_lock:
-            if self._loaded_engine is not standing:
+            if self._loaded_engine is not lost:
                 return
             self._loaded_engine = None
-            if standing.run is not None:  # its conductor starts the next engine, or ends
+            if lost.run is not None:  # its conductor starts the next engine, or ends
                 await asyncio.sleep(RETRY_INTERVAL)
             elif not is_full(error):
                 logger.warning("the engine of the models is begun again: %s", error)
                 await self._supervisor.pause(error)
 
 
-async def _repeat_call(standing: _LoadedEngine, model: str, kind: str, content: bytes) -> None:
+async def _repeat_call(engine: _LoadedEngine, model: str, kind: str, content: bytes) -> None:
     """Repeat a call whose answer the client already has."""
     if kind == FORWARD_BACKWARD:
         forward = (await translate.parse_in_thread(content)).forward
         assert isinstance(forward, translate.Forward)  # because it was answered
-        await standing.call("forward_backward", model, [*forward.rows], forward.loss)
+        await engine.call("forward_backward", model, [*forward.rows], forward.loss)
     elif kind == requests.OptimStep.__name__:
         params = optimiser_of(requests.OptimStep.model_validate_json(content))
-        await standing.call("optim_step", model, params)
+        await engine.call("optim_step", model, params)
     else:
         # Every other kind of call keeps the model's state at once, so it never has to be repeated.
         raise AssertionError(f"{kind} cannot be repeated")

@@ -109,10 +109,10 @@ def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
     def authorise(request: Request) -> None:
         if keys is None:
             check_local(request.headers)
-        known = caller_of(keys, request.headers)
-        facts_of(request.scope).caller = known
-        serving.count(known.key_id)
-        known.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
+        caller = caller_of(keys, request.headers)
+        facts_of(request.scope).caller = caller
+        serving.count(caller.key_id)
+        caller.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
         if serving.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
 

@@ -95,5 +95,6 @@ def code_of(error: Exception) -> str:
     if isinstance(error, Refusal):
         return error.code
     return next(
-        (code for kind, code in _CODE_OF_ERROR.items() if isinstance(error, kind)), "internal"
+        (code for error_class, code in _CODE_OF_ERROR.items() if isinstance(error, error_class)),
+        "internal",
     )

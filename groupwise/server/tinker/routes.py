@@ -120,8 +120,8 @@ class _Handlers:
 
     async def capabilities(self, request: Request) -> Response:
         """The base models of the server."""
-        found = {"supported_models": self._service.capabilities()}
-        return _json_response(answers.Capabilities.model_validate(found))
+        answer = {"supported_models": self._service.capabilities()}
+        return _json_response(answers.Capabilities.model_validate(answer))
 
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
@@ -205,14 +205,14 @@ class _Handlers:
 
     async def sampler(self, request: Request) -> Response:
         """The model of a sampler."""
-        found = self._service.sampling.sampler(request.path_params["sampler"])
-        return _json_response(answers.SamplerInfo.model_validate(found))
+        description = self._service.sampling.sampler(request.path_params["sampler"])
+        return _json_response(answers.SamplerInfo.model_validate(description))
 
     async def weights_info(self, request: Request) -> Response:
         """The kind of model that saved the weights at a path."""
         path = (await self._parse_body(request, requests.WeightsInfo)).tinker_path
-        found = await self._service.training.weights_info(path)
-        return _json_response(answers.AboutWeights.model_validate(found))
+        description = await self._service.training.weights_info(path)
+        return _json_response(answers.AboutWeights.model_validate(description))
 
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
@@ -247,21 +247,21 @@ class _Handlers:
     async def _parse_body(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
             body = await self._read_body(request)
-            given = await strict_json.parse_aside(body)
+            values = await strict_json.parse_aside(body)
             if len(body) > LARGE:
-                return await asyncio.to_thread(kind.model_validate, given)
-            return kind.model_validate(given)
+                return await asyncio.to_thread(kind.model_validate, values)
+            return kind.model_validate(values)
         except NotStrict as error:
             raise UsageError(
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
-            wrong = [
+            problems = [
                 f"{field_error} (given: {reprlib.repr(field_error.given)})"
                 for field_error in field_errors(error, kind)[:10]
             ]
             raise UsageError(
-                f"{kind.__name__} is not what this server takes. " + "; ".join(wrong)
+                f"{kind.__name__} is not what this server takes. " + "; ".join(problems)
             ) from error
 
     async def _read_body(self, request: Request) -> bytes:

@@ -57,9 +57,9 @@ class SamplingCalls:
 
     def sampler(self, id: str) -> dict[str, Any]:
         """Describe a sampler for the client: its base, and the path of its weights if it has any."""
-        found = self._opened.sampler(id)
-        path = {} if found.path is None else {"model_path": found.path}
-        return {"sampler_id": id, "base_model": found.base, **path}
+        sampler = self._opened.sampler(id)
+        path = {} if sampler.path is None else {"model_path": sampler.path}
+        return {"sampler_id": id, "base_model": sampler.base, **path}
 
     async def sample(self, body: requests.Sample) -> tuple[str, list[str]]:
         """Start a sample; returns the id of the call, and one id for each sequence."""
@@ -74,8 +74,8 @@ class SamplingCalls:
         key = (sampler.id, body.seq_id)
         kind, content = kind_of(body), content_of(body)
         digest = digest_of(kind, content)
-        if (earlier := self._futures.find_repeated(key, digest)) is not None:
-            return earlier
+        if (repeated := self._futures.find_repeated(key, digest)) is not None:
+            return repeated
         weights = sampler.weights or sampler.base
 
         async def work() -> Outcome:
@@ -129,14 +129,14 @@ def _split_stops(
         return (), base.stop_token_ids
     if not stop:
         return (), ()
-    given = [stop] if isinstance(stop, str) else stop
-    texts = tuple(stop for stop in given if isinstance(stop, str))
-    tokens = tuple(stop for stop in given if isinstance(stop, int))
+    stops = [stop] if isinstance(stop, str) else stop
+    texts = tuple(stop for stop in stops if isinstance(stop, str))
+    tokens = tuple(stop for stop in stops if isinstance(stop, int))
     return texts, (*base.stop_token_ids, *tokens)
 
 
 def _seeds(body: requests.Sample) -> tuple[int, ...]:
     """Distinct seeds: from the client's seed, or random if it gives none."""
     seed = body.sampling_params.seed
-    chosen = secrets.randbits(64) if seed is None else seed
-    return tuple(derive("verbs", chosen, index) for index in range(body.num_samples))
+    base_seed = secrets.randbits(64) if seed is None else seed
+    return tuple(derive("verbs", base_seed, index) for index in range(body.num_samples))

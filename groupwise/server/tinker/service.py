@@ -70,10 +70,10 @@ class VerbService:
             await self._ledger.do(calls.all_models),
             await self._ledger.do(calls.all_samplers),
         )
-        found = await self._ledger.do(calls.all_calls)
-        for row in found:
+        rows = await self._ledger.do(calls.all_calls)
+        for row in rows:
             self.futures.restore(row)
-        for row in found:
+        for row in rows:
             if row.state == "waiting":
                 try:
                     self._restart_call(row)
@@ -87,7 +87,7 @@ class VerbService:
     def _restart_call(self, row: CallRow) -> None:
         """Start a call again that had no outcome when the last process ended."""
         assert row.content is not None
-        begin: Mapping[str, Callable[[bytes], Any]] = {
+        start_by_kind: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
                 translate.read(content)
             ),
@@ -102,7 +102,7 @@ class VerbService:
             error = UsageError("This request was refused before.")
             self.opened.model(row.line).line.submit(row.sequence, row.content, error, REFUSED)
         else:
-            begin[row.kind](row.content)
+            start_by_kind[row.kind](row.content)
 
     async def wait_until_persisted(self, id: str) -> None:
         """Wait until a call is in the ledger, so that its client may get the id. Raises LedgerUnavailable if that takes too long."""
@@ -117,8 +117,8 @@ class VerbService:
 
     def status(self) -> ByVerbs:
         """The verbs' part of the server's status."""
-        made = [model.id for model in self.opened.models.values() if model.spec is not None]
-        return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
+        models = [model.id for model in self.opened.models.values() if model.spec is not None]
+        return ByVerbs(sessions=self.opened.sessions, models=models, waiting=self.futures.waiting)
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The available bases, in the client's format."""
@@ -132,22 +132,26 @@ class VerbService:
         continues with the next number, which would otherwise wait forever.
         """
         try:
-            given: Any = await strict_json.parse_aside(body)
-            model, sequence = given["model_id"], given["seq_id"]
+            values: Any = await strict_json.parse_aside(body)
+            model, sequence = values["model_id"], values["seq_id"]
         except (ValueError, TypeError, KeyError):
             return
-        found = self.opened.models.get(model) if isinstance(model, str) else None
-        if found is None or type(sequence) is not int or not 1 <= sequence < requests.MOST_CALLS:
+        model_state = self.opened.models.get(model) if isinstance(model, str) else None
+        if (
+            model_state is None
+            or type(sequence) is not int
+            or not 1 <= sequence < requests.MOST_CALLS
+        ):
             return
         # If the number was used before, the request was refused for that reason.
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
-            found.line.submit(sequence, body, error, REFUSED)
+            model_state.line.submit(sequence, body, error, REFUSED)
 
     async def answer(self, id: str, timeout: float) -> Outcome | None:
         """See `Futures.answer`."""
         return await self.futures.wait_for_answer(id, timeout)
 
 
-def _parse_then(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
+def _parse_then(kind: type[BodyT], start: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
     """Returns a function that starts a call from its stored content."""
-    return lambda content: begin(kind.model_validate_json(content))
+    return lambda content: start(kind.model_validate_json(content))

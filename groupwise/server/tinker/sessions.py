@@ -90,8 +90,8 @@ class SessionRegistry:
         for id in sessions:
             self._sessions[id] = Session(id, self._clock())
         for row in models:
-            line = CallQueue(row.id, self._futures, first=row.done + 1)
-            self.models[row.id] = Model(row.id, line, ModelSpec(**row.spec))
+            queue = CallQueue(row.id, self._futures, first=row.done + 1)
+            self.models[row.id] = Model(row.id, queue, ModelSpec(**row.spec))
             self._sessions[row.session].models.add(row.id)
         for row in samplers:
             weights = None if row.weights is None else Stored(**row.weights)
@@ -102,8 +102,8 @@ class SessionRegistry:
     async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
         """Open a session and return its id. A request repeated after a lost connection has the same key and gets the same session."""
         await self.end_silent_sessions()
-        new = f"s-{secrets.token_hex(8)}"
-        id = await self._ledger.do(calls.add_session, new, idempotency_key)
+        new_id = f"s-{secrets.token_hex(8)}"
+        id = await self._ledger.do(calls.add_session, new_id, idempotency_key)
         self._sessions.setdefault(id, Session(id, self._clock()))
         self._futures.callers[id] = caller
         return id
@@ -114,9 +114,9 @@ class SessionRegistry:
 
     async def finish(self, session: str) -> None:
         """End a session and release its models. Repeating it is harmless."""
-        found = self._sessions.pop(session, None)
+        ended = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
-        for id in sorted(found.models) if found is not None else ():
+        for id in sorted(ended.models) if ended is not None else ():
             model = self.models.pop(id)
             await model.line.close()
             for stored in model.ephemeral:
@@ -124,7 +124,7 @@ class SessionRegistry:
             await self._engine.drop(id)
         for id in [id for id in self._samplers if id.startswith(f"{session}:")]:
             del self._samplers[id]
-        if found is not None:
+        if ended is not None:
             await self._ledger.do_when_writable(calls.end_session, session)
             self._sessions.pop(
                 session, None
@@ -141,8 +141,8 @@ class SessionRegistry:
         now = self._clock()
 
         def models_of(session: Session) -> str:
-            made = [id for id in sorted(session.models) if self.models[id].spec is not None]
-            return ", ".join(made) or f"{session.id}, whose model is being made"
+            names = [id for id in sorted(session.models) if self.models[id].spec is not None]
+            return ", ".join(names) or f"{session.id}, whose model is being made"
 
         return {
             session.id: f"{models_of(session)}: heard of {now - session.seen:.0f} seconds ago, let go of in "

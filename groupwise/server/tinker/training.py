@@ -78,10 +78,10 @@ class TrainingCalls:
 
     async def info(self, model: str) -> dict[str, Any]:
         """Describe a created model for the client."""
-        found = self._opened.model(model)
-        if found.spec is None:
+        state = self._opened.model(model)
+        if state.spec is None:
             raise NotFound(f"The model {model} has not been made yet.")
-        base = await self._engine.base(found.spec.base)
+        base = await self._engine.base(state.spec.base)
         return {
             "type": "get_info",
             "model_id": model,
@@ -92,7 +92,7 @@ class TrainingCalls:
                 "tokenizer_id": base.tokenizer,
             },
             "is_lora": True,
-            "lora_rank": found.spec.rank,
+            "lora_rank": state.spec.rank,
         }
 
     # --- training ---------------------------------------------------------------------------------
