@@ -109,8 +109,8 @@ class EngineParts:
         base_config = config.model.model_copy(update={"adapter": None})
         if order.base is not None and (fingerprint := identity(base_config)) != order.base:
             raise ModelError(
-                f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): numbers of the two "
-                "would be mixed. Put the same files in both places, or name a hub id with a revision."
+                f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): "
+                "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
             )
         layout = _choose_layout(config, order.longest_prompt)
         build.expect_ranks(config)
@@ -247,7 +247,8 @@ def _choose_layout(config: RunConfig | SftConfig, longest_prompt: int | None) ->
     max_processes = max(placement.MAX_PROCESSES, 2 * available_cores())
     if (config.run.processes or 1) > max_processes:
         raise UsageError(
-            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at most {max_processes}."
+            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at "
+            f"most {max_processes}."
         )
     if isinstance(config, SftConfig):
         return placement.supervised_layout(config)

@@ -238,8 +238,8 @@ class EngineModels:
         if replace(saved_spec, seed=own_spec.seed) != own_spec:
             raise UsageError(
                 f"{stored.name} was saved by a model on {saved_spec.base} with rank {saved_spec.rank}, attn {saved_spec.train_attn}, mlp "
-                f"{saved_spec.train_mlp}, unembed {saved_spec.train_unembed}; this model is on {own_spec.base} with rank {own_spec.rank}, attn "
-                f"{own_spec.train_attn}, mlp {own_spec.train_mlp}, unembed {own_spec.train_unembed}. They must be equal."
+                f"{saved_spec.train_mlp}, unembed {saved_spec.train_unembed}; this model is on {own_spec.base} with rank {own_spec.rank}, "
+                f"attn {own_spec.train_attn}, mlp {own_spec.train_mlp}, unembed {own_spec.train_unembed}. They must be equal."
             )
         folder = self._current.folders.path_of(stored)
         if with_optimiser:
@@ -421,8 +421,8 @@ def _new_model(name: str, seed: int, lora: LoraConfig) -> NewModel:
 def _refuse_other_base(requested: str, loaded: str, user: str) -> None:
     if requested != loaded:
         raise UsageError(
-            f"The base model {requested} cannot be had now: {loaded} is in memory, for {user}, and there is one base at a time. Take {loaded}, "
-            "or wait until it is not needed any more."
+            f"The base model {requested} cannot be had now: {loaded} is in memory, for {user}, and there is one base at a time. "
+            f"Take {loaded}, or wait until it is not needed any more."
         )
 
 

@@ -1,8 +1,8 @@
 """The OpenAI-compatible routes: models, chats and plain completions, complete or as streams.
 
 `openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach_openai_errors` then converts the errors of everything
-under /v1 to OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within the stream,
-which then has no final `[DONE]`.
+under /v1 to OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within
+the stream, which then has no final `[DONE]`.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class Admission:
                 f"{self.room.staleness + 1}"
             )
             message = (
-                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {limit_text}. Send fewer at once, or start with "
-                "higher settings."
+                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {limit_text}. "
+                "Send fewer at once, or start with higher settings."
             )
             error = FieldError(field="prompts", message=message)
             raise Refusal("invalid_request", message, errors=[error])
@@ -182,9 +182,9 @@ class Admission:
         under_way = self._traffic.under_way + self.sampling
         return Refusal(
             "too_busy",
-            f"it is not the turn of draw {min(early_draws)}: {steps_done} steps are done, and with groups_per_step {room.groups_per_step} and "
-            f"staleness {room.staleness} the draws below {first_too_early} may be sampled; {under_way or 'none'} of their groups "
-            f"{'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
+            f"it is not the turn of draw {min(early_draws)}: {steps_done} steps are done, and "
+            f"with groups_per_step {room.groups_per_step} and staleness {room.staleness} the draws below {first_too_early} may "
+            f"be sampled; {under_way or 'none'} of their groups {'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
             "`draw` out for the next free one.",
             retry_after=RETRY_SECONDS,
         )

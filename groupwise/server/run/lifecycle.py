@@ -140,21 +140,21 @@ class RunLifecycle:
             order = await self._checked_order(request)
             return self._open_under_free_name(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
-        if (resumed_row := rows.get(request.resume_from)) is not None:
-            if request.run_name not in (None, resumed_row.run):
+        if (row_of_run := rows.get(request.resume_from)) is not None:
+            if request.run_name not in (None, row_of_run.run):
                 message = (
-                    f"has no effect with resume_from: {resumed_row.run}, because the run goes on under its own name. Leave it out, or begin a "
-                    f"new run from a checkpoint of it, such as resume_from: {resumed_row.run}@<step> (GET /checkpoints lists them)"
+                    f"has no effect with resume_from: {row_of_run.run}, because the run goes on under its own name. Leave it out, or "
+                    f"begin a new run from a checkpoint of it, such as resume_from: {row_of_run.run}@<step> (GET /checkpoints lists them)"
                 )
                 error = FieldError(field="run_name", message=message)
                 raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
-            merged = _merge_settings(resumed_row.settings, request)
+            merged = _merge_settings(row_of_run.settings, request)
             order = await self._checked_order(merged)
-            config = _with_run(order.config, name=resumed_row.run)
+            config = _with_run(order.config, name=row_of_run.run)
             return (
-                OpenRun(config, merged.max_prompt_length, run=resumed_row.run),
+                OpenRun(config, merged.max_prompt_length, run=row_of_run.run),
                 merged,
-                resumed_row,
+                row_of_run,
             )
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merge_settings(beginning.settings, request)
@@ -268,10 +268,10 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
         old_kind, new_kind = (
             ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
         )
-        fix = "adapter: full" if had_all else "adapter: new"
+        remedy = "adapter: full" if had_all else "adapter: new"
         message = (
-            f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{fix}`, or leave adapter and lora out, to go on with "
-            "it; without resume_from the training begins anew"
+            f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{remedy}`, or leave adapter and lora "
+            "out, to go on with it; without resume_from the training begins anew"
         )
         error = FieldError(field="adapter", message=message)
         raise Refusal("resume_mismatch", f"adapter: {message}.", errors=[error])
