@@ -184,7 +184,8 @@ class Admission:
             "too_busy",
             f"it is not the turn of draw {min(early_draws)}: {steps_done} steps are done, and "
             f"with groups_per_step {room.groups_per_step} and staleness {room.staleness} the draws below {first_too_early} may "
-            f"be sampled; {under_way or 'none'} of their groups {'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
+            f"be sampled; {under_way or 'none'} of their groups {'is' if under_way == 1 else 'are'} under way. "
+            "Ask for the draws before it, post their rewards, and ask again; or leave "
             "`draw` out for the next free one.",
             retry_after=RETRY_SECONDS,
         )
