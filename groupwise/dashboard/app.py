@@ -71,7 +71,7 @@ def make_app(context: DashboardContext) -> ASGIApp:
         *sign_in.ROUTES,
         Route("/live", live),
         Route("/healthz", _healthz),
-        Mount("/static", _Static(directory=STATIC)),
+        Mount("/static", _CachedStaticFiles(directory=STATIC)),
     ]
     app = Starlette(
         routes=routes,
@@ -95,7 +95,7 @@ def _healthz(_: Request) -> Response:
     return Response("ok", media_type="text/plain")
 
 
-class _Static(StaticFiles):
+class _CachedStaticFiles(StaticFiles):
     """Our static files, which browsers may cache."""
 
     def file_response(self, *args: object, **kwargs: object) -> Response:
@@ -110,7 +110,7 @@ class _Static(StaticFiles):
 def _with_headers(app: ASGIApp) -> ASGIApp:
     """The application, with the headers of every answer added."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app_with_headers(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -121,7 +121,7 @@ def _with_headers(app: ASGIApp) -> ASGIApp:
         scope[ROOT_PATH] = scope.get("root_path", "")  # before a route below it makes that longer
         await app(scope, receive, send_with_headers)
 
-    return answer
+    return app_with_headers
 
 
 mimetypes.add_type("text/javascript", ".js")

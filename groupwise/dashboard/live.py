@@ -60,7 +60,7 @@ async def live(request: Request) -> Response:
     streams: Streams = request.app.state.streams
     streams.acquire()
     return StreamingResponse(
-        _events(context, stamp, streams, request),
+        _stream_events(context, stamp, streams, request),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
@@ -81,7 +81,7 @@ def stamp_function(context: DashboardContext, request: Request) -> StampFunction
     return context.runs.stamp
 
 
-async def _events(
+async def _stream_events(
     context: DashboardContext, stamp: StampFunction, streams: Streams, request: Request
 ) -> AsyncGenerator[bytes]:
     """Send news until the browser disconnects or the dashboard ends."""

@@ -36,7 +36,7 @@ T = TypeVar("T")
 def mount_dashboard(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
     """Mounts the dashboard of these settings in front of a server's routes."""
 
-    def put(server_app: ASGIApp, serving: Serving) -> ASGIApp:
+    def mount(server_app: ASGIApp, serving: Serving) -> ASGIApp:
         server = WatchedServer(LocalServer(serving, asyncio.get_running_loop()))
         context = DashboardContext(
             RunsIndex(config.folder / RUNS),
@@ -46,7 +46,7 @@ def mount_dashboard(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
         )
         return _dispatch(make_app(context), server_app)
 
-    return put
+    return mount
 
 
 class LocalServer:
@@ -57,19 +57,19 @@ class LocalServer:
 
     def status(self) -> StatusAnswer:
         """See `ServerLike`."""
-        return self._result(self._serving.service.status())
+        return self._run_on_loop(self._serving.service.status())
 
     def activity(self) -> ActivityAnswer:
         """See `ServerLike`."""
-        return self._result(self._serving.activity())
+        return self._run_on_loop(self._serving.activity())
 
-    def _result(self, work: Awaitable[T]) -> T:
-        async def within() -> T:
+    def _run_on_loop(self, work: Awaitable[T]) -> T:
+        async def with_timeout() -> T:
             async with asyncio.timeout(TIMEOUT):
                 return await work
 
         try:
-            return asyncio.run_coroutine_threadsafe(within(), self._loop).result()
+            return asyncio.run_coroutine_threadsafe(with_timeout(), self._loop).result()
         except TimeoutError:
             raise Refusal("too_busy", retry_after=TIMEOUT) from None
 
@@ -77,7 +77,7 @@ class LocalServer:
 def _dispatch(dashboard: ASGIApp, server_app: ASGIApp) -> ASGIApp:
     """The dashboard for paths below PREFIX, and the server's own application for all others."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
             await server_app(scope, receive, send)
@@ -88,4 +88,4 @@ def _dispatch(dashboard: ASGIApp, server_app: ASGIApp) -> ASGIApp:
             mounted_scope = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
             await dashboard(mounted_scope, receive, send)
 
-    return answer
+    return dispatch

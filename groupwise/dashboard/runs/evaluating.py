@@ -259,7 +259,7 @@ def answers(visit: Visit) -> Page:
     best = None
     if all(row.get("success") is None for row in evaluation.rows):
         # Success is not recorded, so answers with the highest reward of all count as successful.
-        best = max(_rewards(evaluation.rows), default=math.inf)
+        best = max(_finite_rewards(evaluation.rows), default=math.inf)
     prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(evaluation.rows).values()]
     counts = Counter(prompt["solved"] for prompt in prompts)
     matching = [prompt for prompt in prompts if query.show in ("all", prompt["solved"])]
@@ -279,14 +279,14 @@ def answers(visit: Visit) -> Page:
     return Page("evaluation_answers.html", data)
 
 
-def _rewards(rows: Sequence[Row]) -> list[float]:
+def _finite_rewards(rows: Sequence[Row]) -> list[float]:
     rewards = (row["reward"] for row in rows if row["reward"] is not None)
     return [reward for reward in rewards if math.isfinite(reward)]
 
 
 def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
     """A prompt with its answers. `best`: the reward at which an answer counts as successful; None if `success` is recorded."""
-    rewards = _rewards(rows)
+    rewards = _finite_rewards(rows)
     judged = [row.get("success") if best is None else row["reward"] == best for row in rows]
     verdicts = [bool(verdict) for verdict in judged if verdict is not None]
     solved = "never" if not any(verdicts) else "always" if all(verdicts) else "sometimes"

@@ -55,7 +55,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     line = MessageChannel(socket.socket(fileno=descriptor))
     tell_log(line, log_level)
     try:
-        asyncio.run(_Serving(line, beat_every).forever(factory))
+        asyncio.run(_EngineServer(line, beat_every).forever(factory))
     except BaseException:  # noqa: BLE001 — threads of the engine must not keep the process from ending
         traceback.print_exc()
     os._exit(1)
@@ -65,7 +65,7 @@ def _ignore_signal(number: int, frame: object) -> None:
     """Ignore the signal. A function rather than SIG_IGN, because programs that the engine starts would inherit SIG_IGN."""
 
 
-class _Serving:
+class _EngineServer:
     """The calls in progress."""
 
     def __init__(self, line: MessageChannel, beat_every: float) -> None:

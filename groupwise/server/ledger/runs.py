@@ -95,7 +95,7 @@ def list_runs(transaction: Transaction) -> list[RunRow]:
     ]
 
 
-def go_on(
+def reactivate_run(
     transaction: Transaction,
     run: str,
     settings: Mapping[str, Any],

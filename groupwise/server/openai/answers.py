@@ -37,7 +37,10 @@ INCOMPLETE = "\ufffd"
 
 def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """The complete response, without streaming."""
-    metadata: dict[str, Any] = {**_response_metadata(kind, completed), "usage": _usage(completed)}
+    metadata: dict[str, Any] = {
+        **_response_metadata(kind, completed),
+        "usage": _token_usage(completed),
+    }
     if kind == "text":
         texts = [
             TextChoice(
@@ -77,7 +80,7 @@ def _response_metadata(kind: Kind, completed: Completed) -> dict[str, Any]:
     }
 
 
-def _usage(completed: Completed) -> Usage:
+def _token_usage(completed: Completed) -> Usage:
     prompt, completion = completed.prompt_tokens, completed.completion_tokens
     return Usage(
         prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
@@ -128,7 +131,7 @@ class StreamEncoder:
     def __init__(self, kind: Kind, model: str, created: int, *, usage: bool) -> None:
         """`model` is the requested model name; `usage`: whether the last chunk contains token counts."""
         self._kind: Kind = kind
-        self._usage = usage
+        self._token_usage = usage
         self._id = ""
         self._model = model
         self._created = created
@@ -161,8 +164,10 @@ class StreamEncoder:
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
                     yield self._encode_chunk([{**self._choice_delta(index, ""), "delta": delta}])
             yield self._encode_chunk([final_choice], metadata)
-        if self._usage:
-            yield self._encode_chunk([], {**metadata, "usage": _usage(completed).model_dump()})
+        if self._token_usage:
+            yield self._encode_chunk(
+                [], {**metadata, "usage": _token_usage(completed).model_dump()}
+            )
         yield DONE
 
     def _choice_delta(self, index: int, text: str, **delta: str) -> dict[str, Any]:
@@ -181,7 +186,7 @@ class StreamEncoder:
             "model": self._model,
             "choices": choices,
         }
-        if self._usage:
+        if self._token_usage:
             chunk["usage"] = None
         return encode_event(chunk | (metadata or {}))
 

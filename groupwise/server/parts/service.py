@@ -82,7 +82,7 @@ class CallableEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
+class _EndedParts:
     why: str
     code: GoneCode
     """Code of later refusals: whether the parts were lost (`parts_gone`) or ended on purpose (`parts_taken`)."""
@@ -132,7 +132,7 @@ class PartsService:
         self._spare_until = 0.0
         self._planning = asyncio.Lock()
         """Held while a plan is made: one at a time."""
-        self._gone: OrderedDict[str, _Gone] = OrderedDict()
+        self._gone: OrderedDict[str, _EndedParts] = OrderedDict()
         self._watch: asyncio.Task[None] | None = None
         self._cleaning: asyncio.Task[None] | None = None
 
@@ -308,7 +308,7 @@ class PartsService:
         await asyncio.to_thread(parts.files.remove)
 
     def _note_gone(self, parts: _OpenParts, reason: str, code: GoneCode) -> None:
-        self._gone[parts.id] = _Gone(reason, code)
+        self._gone[parts.id] = _EndedParts(reason, code)
         while len(self._gone) > GONE_KEPT:
             self._gone.popitem(last=False)
         logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, reason)
@@ -438,8 +438,8 @@ class PartsService:
     ) -> dict[str, Any]:
         """The sections of the client's config that the parts are built from. Only models that clients may load are accepted."""
         config = {key: client_config[key] for key in SECTIONS[kind] if key in client_config}
-        of_run = _section(client_config, "run")
-        model = dict(_section(client_config, "model"))
+        of_run = _config_section(client_config, "run")
+        model = dict(_config_section(client_config, "model"))
         if model.get("trust_remote_code"):
             raise UsageError(
                 "model.trust_remote_code would run code of the model's author on the server, which it never does. Leave it out."
@@ -473,7 +473,7 @@ def _run_is_active() -> Refusal:
     )
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _config_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = config.get(name)
     return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 

@@ -65,7 +65,7 @@ ModelName = Annotated[
 ]
 
 
-async def _complete(
+async def _completion_response(
     service: OpenAIService,
     kind: Kind,
     body: ChatRequest | TextRequest,
@@ -113,15 +113,15 @@ class StreamedResponse(Response):
             first = await anext(stream)  # a refusal here is an ordinary error response
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await self._send(send, first)
+            await self._send_output(send, first)
             try:
                 async for output in stream:
-                    await self._send(send, output)
+                    await self._send_output(send, output)
             except Refusal as refusal:
                 await _send_body(send, encode_event(error_of_refusal(refusal).model_dump()))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
+    async def _send_output(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
         match output:
             case StreamStarted(id):
                 for chunk in self._encoder.first_chunks(id, self._choices):
@@ -150,11 +150,11 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
 
     async def chat_completions(body: ChatRequest, context: Context, storage: Storage) -> Response:
         """Continue a chat."""
-        return await _complete(service, "chat", body, storage, context)
+        return await _completion_response(service, "chat", body, storage, context)
 
     async def text_completions(body: TextRequest, context: Context, storage: Storage) -> Response:
         """Continue a text."""
-        return await _complete(service, "text", body, storage, context)
+        return await _completion_response(service, "text", body, storage, context)
 
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
     text = {"model": "latest", "prompt": "Sort these words: pear, apple"}

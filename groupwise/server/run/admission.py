@@ -158,7 +158,7 @@ class Admission:
             with suppress(TimeoutError):
                 async with asyncio.timeout(idle_limit):
                     await asyncio.shield(waiting.admitted)  # a timeout must not cancel it
-            under_way = self._traffic.under_way + self.sampling + self._expected()
+            under_way = self._traffic.under_way + self.sampling + self._admitted_groups()
             if not waiting.admitted.done() and not under_way:
                 raise TimeoutError  # nothing can bring the draw's turn nearer
             async with asyncio.timeout(limit - idle_limit):
@@ -196,7 +196,9 @@ class Admission:
 
     def _admit_waiting(self) -> None:
         """Admit all requests that fit, in order of arrival; one whose named draws are not due yet does not block others."""
-        room = self.room.capacity - self._traffic.under_way - self.sampling - self._expected()
+        room = (
+            self.room.capacity - self._traffic.under_way - self.sampling - self._admitted_groups()
+        )
         for waiting in list(self._queue):
             if waiting.admitted.done():
                 continue
@@ -207,7 +209,7 @@ class Admission:
             room -= len(waiting.draws)
             waiting.admitted.set_result(None)
 
-    def _expected(self) -> int:
+    def _admitted_groups(self) -> int:
         """Groups of requests that were admitted but have not resumed yet."""
         return sum(
             len(waiting.draws)

@@ -50,7 +50,7 @@ class Checkpoints:
         if checkpoint is None:
             self._named.refuse_taken(name)
         while checkpoint is None:
-            path = await self._newest(row)
+            path = await self._newest_state(row)
             try:
                 checkpoint = await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
@@ -60,7 +60,7 @@ class Checkpoints:
         self._current.changed.beat()
         return checkpoint
 
-    async def _newest(self, row: RunRow) -> Path:
+    async def _newest_state(self, row: RunRow) -> Path:
         """Path of the run's newest state on disk; an active run is saved first."""
         conductor = self._current.conductor
         if conductor is not None and conductor.phase not in ENDED:

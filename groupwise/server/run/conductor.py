@@ -128,7 +128,7 @@ class Conductor:
         self._changed = changed
         self._engine: Engine | None = None
         self._nudged = asyncio.Event()
-        self._leaving: StopReason | None = None
+        self._stop_reason: StopReason | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- called by the service --------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Conductor:
         if self.phase == "failed":
             return Refusal("engine_failed", self.last_error)
         if self.phase in ("stopping", "stopped", "finished"):
-            shutting_down = self._leaving == "shut down"
+            shutting_down = self._stop_reason == "shut down"
             return Refusal("shutting_down", retry_after=5) if shutting_down else Refusal("finished")
         return Refusal("engine_recovering", retry_after=2)
 
@@ -198,7 +198,7 @@ class Conductor:
         assert self._engine is not None, "it has begun"
         return await self._engine.tokenizer_files()
 
-    def go_on(self) -> None:
+    def start_steps(self) -> None:
         """Take steps, in a task of its own, until the run ends."""
         self._task = asyncio.create_task(self._conduct(), name="conductor")
 
@@ -207,11 +207,11 @@ class Conductor:
         if self._task is not None and self.status.step >= self.status.max_steps:
             await asyncio.wait((self._task,))
 
-    async def leave(self, why: StopReason, seconds: float) -> None:
+    async def end(self, why: StopReason, seconds: float) -> None:
         """Finish the step in progress and take no other. If that takes longer than `seconds`, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
-        self._leaving, self.phase = why, "stopping"
+        self._stop_reason, self.phase = why, "stopping"
         self._close_room()
         self.nudge()
         if self._task is None:
@@ -228,7 +228,7 @@ class Conductor:
         if self.phase == "stopping" and state is not None:
             self.phase = "stopped"  # stopped without its engine, which is gone
             step = self.last_status.step if self.last_status else 0
-            await self._ledger.do(steps.end_run, self._run, state, EventKind.STOPPED, step)
+            await self._ledger.do(steps.end_run, self._run_name, state, EventKind.STOPPED, step)
 
     # --- the run's single task --------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Conductor:
         self._engine = None
         self.last_error = str(error)
         await self._supervisor.end()
-        if self._leaving is not None:
+        if self._stop_reason is not None:
             logger.warning("the engine was lost while the run was left: %s", error)
             return False
         self.phase = "recovering"
@@ -290,11 +290,11 @@ class Conductor:
             StoreError
         ):  # clients see the failure anyway, and the next server tries again
             await self._ledger.do(
-                steps.end_run, self._run, "failed", EventKind.FAILED, step, reason
+                steps.end_run, self._run_name, "failed", EventKind.FAILED, step, reason
             )
 
     async def _close_run(self, engine: Engine) -> None:
-        """Close the run as `leave` asked for, or as finished."""
+        """Close the run as `end` asked for, or as finished."""
         status = self.status
         if status.step >= status.max_steps:
             await engine.close_run(finished=True)
@@ -303,15 +303,15 @@ class Conductor:
             await self._ledger.do(
                 steps.end_run, status.run, "finished", EventKind.FINISHED, status.step
             )
-        elif self._leaving == "shut down":
+        elif self._stop_reason == "shut down":
             await engine.save()
             await self._announce_checkpoint()
         else:
             await engine.close_run(finished=False)
             await self._announce_checkpoint()
             self.phase = "stopped"
-            assert self._leaving is not None, "it takes steps until then"
-            state = _STATES[self._leaving]
+            assert self._stop_reason is not None, "it takes steps until then"
+            state = _STATES[self._stop_reason]
             await self._ledger.do(steps.end_run, status.run, state, EventKind.STOPPED, status.step)
 
     # --- recovery ---------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Conductor:
             )
             self.admission = Admission(room, traffic, draw)
         self.admission.update(traffic)
-        if self._leaving is None:
+        if self._stop_reason is None:
             self.phase = "running"
         self._changed.beat()
 
@@ -377,10 +377,10 @@ class Conductor:
         """Take steps when they are due, until the last one is done or the run is to be left."""
         # Number of rewarded groups that make a step due; None: only clients request steps.
         size = None if self.request.steps == "manual" else self.request.prompts_per_step
-        while self._leaving is None and self.status.step < self.status.max_steps:
+        while self._stop_reason is None and self.status.step < self.status.max_steps:
             self._nudged.clear()
             plan = await self._ledger.do(
-                steps.plan_when_due, self._run, size, self.request.staleness
+                steps.plan_when_due, self._run_name, size, self.request.staleness
             )
             if plan is None:
                 await self._wait_for_nudge(engine)
@@ -436,7 +436,7 @@ class Conductor:
             await asyncio.gather(nudged, lost, return_exceptions=True)
 
     @property
-    def _run(self) -> str:
+    def _run_name(self) -> str:
         assert self._order.run is not None, "it was opened"
         return self._order.run
 
@@ -452,4 +452,4 @@ class Conductor:
             self._changed.beat()
 
     async def _add_event(self, kind: EventKind, **data: Any) -> None:
-        await self._ledger.do(events.add_event, self._run, kind, data)
+        await self._ledger.do(events.add_event, self._run_name, kind, data)

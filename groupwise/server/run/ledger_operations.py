@@ -59,7 +59,7 @@ def start_run(
 
     def work() -> StoredResponse:
         if goes_on:
-            runs.go_on(transaction, run, settings, config, tokenizer)
+            runs.reactivate_run(transaction, run, settings, config, tokenizer)
         else:
             runs.add_run(transaction, run, folder, settings, config, tokenizer)
         events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})

@@ -74,7 +74,7 @@ class RunLifecycle:
 
     # --- starting --------------------------------------------------------------------------------
 
-    async def go_on(self) -> None:
+    async def resume_active_run(self) -> None:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
         all_runs = await self._ledger.do(runs.list_runs)
         self._current.latest = all_runs[-1] if all_runs else None
@@ -87,7 +87,7 @@ class RunLifecycle:
             self._with_this_folder(active.config), request.max_prompt_length, run=active.run
         )
         self._current.conductor = self._conductor_of(request, order)
-        self._current.conductor.go_on()
+        self._current.conductor.start_steps()
         logger.info("going on with the run %s", active.run)
 
     async def start(
@@ -127,7 +127,7 @@ class RunLifecycle:
                 answer_of(answer),
             )
             self._current.conductor, self._current.latest = conductor, row
-            conductor.go_on()
+            conductor.start_steps()
             return answer
 
     async def _resolve_order(
@@ -250,7 +250,7 @@ class RunLifecycle:
             return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
     async def _stop_run(self, conductor: Conductor, why: StopReason) -> None:
-        await conductor.leave(why, self._config.step_time_limit)
+        await conductor.end(why, self._config.step_time_limit)
         self._current.changed.beat()
 
 

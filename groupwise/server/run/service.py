@@ -102,7 +102,7 @@ class Service:
 
     async def begin(self) -> None:
         """Resume the run that was active when the server ended, and start the periodic tasks."""
-        await self._lifecycle.go_on()
+        await self._lifecycle.resume_active_run()
         self._periodic.start()
 
     async def shut_down(self, seconds: float) -> None:
@@ -110,7 +110,7 @@ class Service:
         self._current.shutting_down = True
         self._current.changed.beat()
         if self._current.conductor is not None:
-            await self._current.conductor.leave("shut down", seconds)
+            await self._current.conductor.end("shut down", seconds)
         await self._periodic.stop()
         await self._supervisor.end()
         await self._ledger.close()

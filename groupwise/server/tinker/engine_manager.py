@@ -163,9 +163,9 @@ class VerbEngineHost:
 
     def admit(self, base: str) -> None:
         """See `VerbEngine.admit`."""
-        loads = self._loads(base)
+        loads = self._load_name(base)
         bound = self._required_base()
-        if bound is not None and self._loads(bound[0]) != loads:
+        if bound is not None and self._load_name(bound[0]) != loads:
             raise UsageError(
                 f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
@@ -180,7 +180,7 @@ class VerbEngineHost:
             return next(iter(self._models.values())).spec.base, "models of other clients"
         return None
 
-    def _loads(self, base: str) -> str:
+    def _load_name(self, base: str) -> str:
         """Name or folder to load; raises UsageError if it is not allowed."""
         run = self._runs.conducted()
         if run is not None and base in (run.model, run.loads):
@@ -336,7 +336,7 @@ class VerbEngineHost:
             await engine.call("drop", model)
 
     async def _engine_with(self, base: str) -> _LoadedEngine:
-        loads = self._loads(base)
+        loads = self._load_name(base)
         while True:
             async with self._engine_lock:
                 run = self._runs.conducted()

@@ -61,7 +61,7 @@ class Verbs:
         self.service = VerbService(self._host, ledger, keep_every=config.keep_models_every)
         runs.beside[NAME] = self
         runs.by_verbs = self.service.status
-        runs.sessions = self.service.opened.list_sessions
+        runs.sessions = self.service.registry.list_sessions
 
     async def begin(self) -> None:
         """Load the sessions, models and calls of earlier processes, and continue the calls."""
@@ -70,14 +70,14 @@ class Verbs:
 
     async def release_machine(self) -> None:
         """See `groupwise.server.run.lifecycle.MachineUser.release_machine`."""
-        await self.service.opened.end_silent_sessions()
-        await self._host.release_machine(self.service.opened.with_models())
+        await self.service.registry.end_silent_sessions()
+        await self._host.release_machine(self.service.registry.with_models())
 
     async def release_for_replacement(self) -> None:
         """See `groupwise.server.run.lifecycle.MachineUser.release_for_replacement`."""
-        for session in self.service.opened.with_models():
+        for session in self.service.registry.with_models():
             logger.warning("the session %s ends for a run that is started with `replace`", session)
-            await self.service.opened.finish(session)
+            await self.service.registry.finish(session)
 
     async def shut_down(self) -> None:
         """End the engine; waiting calls are left to the next server."""

@@ -131,19 +131,19 @@ class _Handlers:
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
         identity = [name, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest() if name else None
-        session = await self._service.opened.create_session(key, caller)
+        session = await self._service.registry.create_session(key, caller)
         return _json_response(answers.SessionMade(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
         """The client is there."""
-        self._service.opened.heartbeat(
+        self._service.registry.heartbeat(
             (await self._parse_body(request, requests.Heartbeat)).session_id
         )
         return _json_response(answers.Heard())
 
     async def finish(self, request: Request) -> Response:
         """The client is done: its models are let go of. A body is not read; repeating it is harmless."""
-        await self._service.opened.finish(request.path_params["session"])
+        await self._service.registry.finish(request.path_params["session"])
         return _json_response(answers.Finished())
 
     async def telemetry(self, request: Request) -> Response:

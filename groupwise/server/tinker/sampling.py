@@ -24,16 +24,16 @@ class SamplingCalls:
     """The sampling calls of all samplers."""
 
     def __init__(
-        self, opened: SessionRegistry, engine: VerbEngine, futures: Futures, ledger: Ledger
+        self, registry: SessionRegistry, engine: VerbEngine, futures: Futures, ledger: Ledger
     ) -> None:
-        self._opened = opened
+        self._registry = registry
         self._engine = engine
         self._futures = futures
         self._ledger = ledger
 
     async def create_sampler(self, body: requests.CreateSampler) -> str:
         """Create a sampler of saved weights or of a base model, and return its id. A repeated request gets the same id."""
-        self._opened.session(body.session_id)
+        self._registry.session(body.session_id)
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if body.model_path is None:
             if body.base_model is None:
@@ -48,7 +48,7 @@ class SamplingCalls:
                     f"{body.model_path} was trained on {base}, not on {body.base_model}."
                 )
             sampler = Sampler(id, base, stored, body.model_path)
-        self._opened.add_sampler(sampler)
+        self._registry.add_sampler(sampler)
         weights = None if sampler.weights is None else asdict(sampler.weights)
         await self._ledger.do_when_writable(
             calls.add_sampler, id, body.session_id, sampler.base, weights
@@ -57,20 +57,20 @@ class SamplingCalls:
 
     def sampler(self, id: str) -> dict[str, Any]:
         """Describe a sampler for the client: its base, and the path of its weights if it has any."""
-        sampler = self._opened.sampler(id)
+        sampler = self._registry.sampler(id)
         path = {} if sampler.path is None else {"model_path": sampler.path}
         return {"sampler_id": id, "base_model": sampler.base, **path}
 
     async def sample(self, body: requests.Sample) -> tuple[str, list[str]]:
         """Start a sample; returns the id of the call, and one id for each sequence."""
-        sampler = self._opened.sampler(body.sampling_session_id)
+        sampler = self._registry.sampler(body.sampling_session_id)
         sequences = [f"{sampler.id}:{body.seq_id}:{index}" for index in range(body.num_samples)]
         _sample_order(body, await self._engine.base(sampler.base))  # refuse early
         return self.begin_sample(body), sequences
 
     def begin_sample(self, body: requests.Sample) -> str:
         """Start a sample, or find the same earlier one; returns the id of the call."""
-        sampler = self._opened.sampler(body.sampling_session_id)
+        sampler = self._registry.sampler(body.sampling_session_id)
         key = (sampler.id, body.seq_id)
         kind, content = kind_of(body), content_of(body)
         digest = digest_of(kind, content)
@@ -105,7 +105,10 @@ def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
             f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
         )
     return VerbSample(
-        prompt, _seeds(body), _sampling_params(settings, base, room), bool(body.prompt_logprobs)
+        prompt,
+        _sample_seeds(body),
+        _sampling_params(settings, base, room),
+        bool(body.prompt_logprobs),
     )
 
 
@@ -135,7 +138,7 @@ def _split_stops(
     return texts, (*base.stop_token_ids, *tokens)
 
 
-def _seeds(body: requests.Sample) -> tuple[int, ...]:
+def _sample_seeds(body: requests.Sample) -> tuple[int, ...]:
     """Distinct seeds: from the client's seed, or random if it gives none."""
     seed = body.sampling_params.seed
     base_seed = secrets.randbits(64) if seed is None else seed

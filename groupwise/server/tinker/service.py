@@ -59,13 +59,13 @@ class VerbService:
         self._engine = engine
         self._ledger = ledger
         self.futures = Futures(ledger, limits)
-        self.opened = SessionRegistry(engine, self.futures, ledger, clock)
-        self.training = TrainingCalls(self.opened, engine, ledger, keep_every)
-        self.sampling = SamplingCalls(self.opened, engine, self.futures, ledger)
+        self.registry = SessionRegistry(engine, self.futures, ledger, clock)
+        self.training = TrainingCalls(self.registry, engine, ledger, keep_every)
+        self.sampling = SamplingCalls(self.registry, engine, self.futures, ledger)
 
     async def open(self) -> None:
         """Restore the sessions and models of earlier processes, and continue their calls; call before the first request."""
-        self.opened.restore(
+        self.registry.restore(
             await self._ledger.do(calls.all_sessions),
             await self._ledger.do(calls.all_models),
             await self._ledger.do(calls.all_samplers),
@@ -100,7 +100,7 @@ class VerbService:
         }
         if row.kind == REFUSED:
             error = UsageError("This request was refused before.")
-            self.opened.model(row.line).line.submit(row.sequence, row.content, error, REFUSED)
+            self.registry.model(row.line).queue.submit(row.sequence, row.content, error, REFUSED)
         else:
             start_by_kind[row.kind](row.content)
 
@@ -111,14 +111,14 @@ class VerbService:
     async def close(self) -> None:
         """Stop all calls; the engine stays."""
         self.futures.suspend()
-        for model in self.opened.models.values():
-            await model.line.close()
+        for model in self.registry.models.values():
+            await model.queue.close()
         await self.futures.close()
 
     def status(self) -> ByVerbs:
         """The verbs' part of the server's status."""
-        models = [model.id for model in self.opened.models.values() if model.spec is not None]
-        return ByVerbs(sessions=self.opened.sessions, models=models, waiting=self.futures.waiting)
+        models = [model.id for model in self.registry.models.values() if model.spec is not None]
+        return ByVerbs(sessions=self.registry.sessions, models=models, waiting=self.futures.waiting)
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The available bases, in the client's format."""
@@ -136,7 +136,7 @@ class VerbService:
             model, sequence = values["model_id"], values["seq_id"]
         except (ValueError, TypeError, KeyError):
             return
-        model_state = self.opened.models.get(model) if isinstance(model, str) else None
+        model_state = self.registry.models.get(model) if isinstance(model, str) else None
         if (
             model_state is None
             or type(sequence) is not int
@@ -145,7 +145,7 @@ class VerbService:
             return
         # If the number was used before, the request was refused for that reason.
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
-            model_state.line.submit(sequence, body, error, REFUSED)
+            model_state.queue.submit(sequence, body, error, REFUSED)
 
     async def answer(self, id: str, timeout: float) -> Outcome | None:
         """See `Futures.answer`."""

@@ -47,7 +47,7 @@ class Model:
     """A model that a client trains."""
 
     id: str
-    line: CallQueue
+    queue: CallQueue
     spec: ModelSpec | None = None
     """None until the model has been created."""
     ephemeral: list[Stored] = field(default_factory=list[Stored])
@@ -118,7 +118,7 @@ class SessionRegistry:
         self._futures.callers.pop(session, None)
         for id in sorted(ended.models) if ended is not None else ():
             model = self.models.pop(id)
-            await model.line.close()
+            await model.queue.close()
             for stored in model.ephemeral:
                 await self._engine.drop_sampler(stored)
             await self._engine.drop(id)
@@ -165,7 +165,7 @@ class SessionRegistry:
                         id=model.id,
                         base=None if model.spec is None else model.spec.base,
                         rank=None if model.spec is None else model.spec.rank,
-                        waiting=model.line.pending,
+                        waiting=model.queue.pending,
                     )
                     for model in (self.models[id] for id in sorted(session.models))
                 ],

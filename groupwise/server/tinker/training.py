@@ -35,10 +35,10 @@ class TrainingCalls:
     """The training calls of all models."""
 
     def __init__(
-        self, opened: SessionRegistry, engine: VerbEngine, ledger: Ledger, keep_every: int
+        self, registry: SessionRegistry, engine: VerbEngine, ledger: Ledger, keep_every: int
     ) -> None:
         """`keep_every`: number of updates after which a model's state is kept."""
-        self._opened = opened
+        self._registry = registry
         self._engine = engine
         self._ledger = ledger
         self._keep_every = keep_every
@@ -51,7 +51,7 @@ class TrainingCalls:
         lora = body.lora_config
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise UsageError("lora_config trains nothing: all of its train_ settings are false.")
-        model = self._opened.new_model(body.session_id, body.model_seq_id)
+        model = self._registry.new_model(body.session_id, body.model_seq_id)
         spec = ModelSpec(
             base=body.base_model,
             rank=lora.rank,
@@ -65,11 +65,11 @@ class TrainingCalls:
             await self._create(model, spec)
             return _json_outcome({"model_id": model.id, "type": "create_model"})
 
-        return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
+        return model.id, model.queue.submit(0, content_of(body), make, kind_of(body))
 
     async def _create(self, model: Model, spec: ModelSpec) -> None:
         # Their models may occupy the room that this one needs.
-        await self._opened.end_silent_sessions()
+        await self._registry.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
         await self._ledger.do_when_writable(
             calls.add_model, model.id, session_of(model.id), asdict(spec)
@@ -78,7 +78,7 @@ class TrainingCalls:
 
     async def info(self, model: str) -> dict[str, Any]:
         """Describe a created model for the client."""
-        state = self._opened.model(model)
+        state = self._registry.model(model)
         if state.spec is None:
             raise NotFound(f"The model {model} has not been made yet.")
         base = await self._engine.base(state.spec.base)
@@ -99,11 +99,11 @@ class TrainingCalls:
 
     def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
         """Queue a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
-        model = self._opened.model(request.model)
+        model = self._registry.model(request.model)
         forward = request.forward
         if isinstance(forward, UsageError):
             if request.sequence >= 1:
-                model.line.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
+                model.queue.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
             raise forward
 
         async def work() -> Outcome:
@@ -121,7 +121,7 @@ class TrainingCalls:
 
     def optim_step(self, body: requests.OptimStep) -> tuple[str, str]:
         """Queue an update with the accumulated gradient."""
-        model = self._opened.model(body.model_id)
+        model = self._registry.model(body.model_id)
         params = optimiser_of(body)
 
         async def work() -> Outcome:
@@ -149,7 +149,7 @@ class TrainingCalls:
 
     def save_weights(self, body: requests.SaveWeights) -> tuple[str, str]:
         """Queue saving the adapter and optimiser under a name."""
-        model = self._opened.model(body.model_id)
+        model = self._registry.model(body.model_id)
         stored = Stored(model.id, "weights", body.path)
 
         async def work() -> Outcome:
@@ -164,7 +164,7 @@ class TrainingCalls:
         """Queue loading a saved state into an existing model, or into a new one created for it."""
         stored = stored_at(body.path)
         if body.session_id is not None and body.model_seq_id is not None:
-            new = self._opened.new_model(body.session_id, body.model_seq_id)
+            new = self._registry.new_model(body.session_id, body.model_seq_id)
 
             async def make() -> Outcome:
                 spec = await self._engine.saved(stored)
@@ -175,12 +175,12 @@ class TrainingCalls:
                 await self._create(new, spec)
                 return await self._load(new, body, 0, stored)
 
-            return new.id, new.line.submit(0, content_of(body), make, kind_of(body))
+            return new.id, new.queue.submit(0, content_of(body), make, kind_of(body))
         if body.model_id is None or body.seq_id is None:
             raise UsageError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id."
             )
-        model, number = self._opened.model(body.model_id), body.seq_id
+        model, number = self._registry.model(body.model_id), body.seq_id
 
         async def work() -> Outcome:
             return await self._load(model, body, number, stored)
@@ -212,7 +212,7 @@ class TrainingCalls:
 
     def save_for_sampler(self, body: requests.SaveForSampler) -> tuple[str, str]:
         """Queue saving the model's current weights, under a name or for one new sampler only."""
-        model = self._opened.model(body.model_id)
+        model = self._registry.model(body.model_id)
         number = body.sampling_session_seq_id
         if (body.path is None) == (number is None):
             raise UsageError(
@@ -234,7 +234,7 @@ class TrainingCalls:
             await self._ledger.do_when_writable(
                 calls.add_sampler, sampler, session, base, asdict(stored)
             )
-            self._opened.register_sampler(sampler, base, stored)
+            self._registry.register_sampler(sampler, base, stored)
             while len(model.ephemeral) > EPHEMERAL_KEPT:
                 await self._engine.drop_sampler(model.ephemeral.pop(0))
             return _json_outcome(
@@ -249,7 +249,7 @@ class TrainingCalls:
             raise UsageError(
                 f"seq_id is {sequence}; it counts the calls of a model from 1, because 0 makes the model."
             )
-        return model.line.submit(sequence, content, work, kind)
+        return model.queue.submit(sequence, content, work, kind)
 
 
 def optimiser_of(body: requests.OptimStep) -> OptimiserParams:

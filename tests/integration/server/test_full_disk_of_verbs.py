@@ -52,9 +52,9 @@ async def test_nothing_is_told_and_everything_goes_on(
         async with serving(disk / "output", engine) as server:
             fill(disk)
             await told_to_come_again(server)
-            await refused(server.service.opened.create_session(None))
+            await refused(server.service.registry.create_session(None))
             (disk / "ballast").unlink()
-            loop = Loop(await server.service.opened.create_session(None))
+            loop = Loop(await server.service.registry.create_session(None))
             for number in range(CALLS):
                 if number in (0, 2, 4):
                     await request_meets_it(loop, server, number, disk)

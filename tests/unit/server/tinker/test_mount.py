@@ -59,7 +59,7 @@ async def test_the_status_tells_of_sessions_and_a_start_that_replaces_ends_those
     async with served(tmp_path) as server:
         verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
         await verbs.begin()
-        opened = verbs.service.opened
+        opened = verbs.service.registry
         crashed, watching = [await opened.create_session(None) for _ in range(2)]
         status = await server.service.status()
         assert (status.phase, status.verbs) == ("idle", ByVerbs(sessions=2))
