@@ -162,7 +162,7 @@ def _parts_service(
         longest_wait=config.step_time_limit,
         most_bytes=config.max_body_bytes,
     )
-    service.beside[PARTS] = parts
+    service.machine_users[PARTS] = parts
     service.loop_elsewhere = parts.in_use
     return parts
 

@@ -88,7 +88,7 @@ class Listing(Query):
     """Parameters of the list of all evaluations."""
 
     q: str = ""
-    """Words that stand in their name, model or task; of results beside the runs in policy, task or file."""
+    """Words that occur in their name, model or task; for results outside runs, in policy, task or file."""
     page: int = Field(1, ge=1)
 
 
@@ -181,7 +181,7 @@ class EvaluationQuery(Query):
     """Parameters of a comparison.
 
     Both are named `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
-    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them.
+    `:FILE.json`, among the runs, and `:results/FILE.json`, next to them.
     """
 
     a: str = Field("", max_length=LONGEST)

@@ -25,7 +25,7 @@ class RunsQuery(Query):
     """Parameters of the list of runs."""
 
     q: str = ""
-    """Words that stand in name, model or task."""
+    """Words that occur in name, model or task."""
     state: str = ""
     sort: Sort = "newest"
     page: int = Field(1, ge=1)

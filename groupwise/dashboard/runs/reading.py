@@ -102,7 +102,7 @@ class RolloutsQuery(Query):
 
 
 def rollouts(visit: Visit) -> Page:
-    """One page of what was asked for."""
+    """One page of search results."""
     path = visit.context.run(visit.path_part("run"))
     query = visit.query(RolloutsQuery)
     with Store.open(path / RECORD, readonly=True) as store:

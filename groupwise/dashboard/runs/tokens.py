@@ -52,7 +52,7 @@ class IdReader:
     """Used if there is no tokenizer: shows ids."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """See `Reads.pieces`."""
+        """See `TokenReader.pieces`."""
         return [f"⟨{token}⟩" for token in ids]
 
 
@@ -63,7 +63,7 @@ class TokenizerReader:
         self._tokenizer, self._stream = tokenizer, stream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """See `Reads.pieces`. A character of several tokens is shown at the last of them; bytes that form no character, and unknown
+        """See `TokenReader.pieces`. A character of several tokens is shown at the last of them; bytes that form no character, and unknown
         tokens, are shown as their id.
         """
         stream = self._stream(skip_special_tokens=False)

@@ -108,7 +108,7 @@ class _EngineServer:
     def _finish_task(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
         self._progress += 1
-        if task.cancelled():  # cancelled before it started, so `_answer` has sent nothing
+        if task.cancelled():  # cancelled before it started, so `_answer_call` has sent nothing
             self._send(Failed(number, pack_error(asyncio.CancelledError())))
 
     async def _answer_call(self, call: Call) -> None:

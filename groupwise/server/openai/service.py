@@ -350,7 +350,7 @@ class OpenAIService:
         conductor: Conductor,
         progress: _Progress,
     ) -> list[Sampled]:
-        """Sample the orders; meanwhile `progress` gives access to the texts of the first `shown` members of each."""
+        """Sample the orders; meanwhile `progress` gives access to the texts of the first `members_shown` members of each."""
         engine = conductor.engine
         progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine

@@ -50,7 +50,7 @@ from groupwise.server.run.run_config import AllowedModels, allowed_model
 logger = logging.getLogger(__name__)
 
 NAME = "parts"
-"""Name under which the parts ask for the machine (see `Service.beside`), and of their folder."""
+"""Name under which the parts ask for the machine (see `Service.machine_users`), and of their folder."""
 GONE_KEPT = 100
 """Number of ended parts for which the reason of their end is kept."""
 LOOK_EVERY = 5.0

@@ -159,7 +159,7 @@ class CompletionsAndRewards:
     async def _wait_until(
         self, read: Callable[[], Awaitable[T]], is_done: Callable[[T], bool], seconds: float
     ) -> T:
-        """Call `look` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
+        """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next

@@ -93,7 +93,7 @@ class RunLifecycle:
     async def start(
         self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
     ) -> StartAnswer:
-        """Start or resume a run. `beside`: other users of the machine, which may have to make room."""
+        """Start or resume a run. `machine_users`: other users of the machine, which may have to make room."""
         async with self.turn:
             self._current.refuse_when_shutting_down()
             replacing = request.replace

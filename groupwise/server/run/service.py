@@ -89,7 +89,7 @@ class Service:
         self.active = current.active
         self.turn = self._lifecycle.turn
         """Held while a run, or an engine for something else, is started or ended."""
-        self.beside: dict[str, MachineUser] = {}
+        self.machine_users: dict[str, MachineUser] = {}
         """Other users of the machine, by name: models that clients train by verbs, parts for a training loop in another process."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
         """Returns the status of the models trained by verbs; by default there are none."""
@@ -130,7 +130,7 @@ class Service:
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         """Start or resume a run."""
-        return await self._lifecycle.start(request, caller, tuple(self.beside.values()))
+        return await self._lifecycle.start(request, caller, tuple(self.machine_users.values()))
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
@@ -162,7 +162,7 @@ class Service:
         """Make the other users release the machine for `whom`. Refuses with `run_active` if one of them is in use. Call while holding
         `turn`.
         """
-        for name, user in self.beside.items():
+        for name, user in self.machine_users.items():
             if name != whom:
                 await user.release_machine()
 

@@ -319,14 +319,14 @@ training = client.create_lora_training_client("tiny", rank=8, seed=1).result()
 prompt = [21, 22, 23]
 
 
-def rollout(drawn, advantage):
-    tokens, before = prompt + drawn.tokens, [0.0] * (len(prompt) - 1)
+def rollout(sequence, advantage):
+    tokens, before = prompt + sequence.tokens, [0.0] * (len(prompt) - 1)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
             "target_tokens": tokens[1:],
-            "logprobs": before + drawn.logprobs,
-            "advantages": before + [advantage] * len(drawn.tokens),
+            "logprobs": before + sequence.logprobs,
+            "advantages": before + [advantage] * len(sequence.tokens),
         },
     )
 
@@ -336,10 +336,10 @@ for step in range(15):
     sampling = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
     request = types.ModelInput.from_ints(prompt)
-    drawn = sampling.sample(request, num_samples=16, sampling_params=params).result().sequences
-    rewards = [each.tokens.count(LETTER) / len(each.tokens) for each in drawn]
+    sequences = sampling.sample(request, num_samples=16, sampling_params=params).result().sequences
+    rewards = [sequence.tokens.count(LETTER) / len(sequence.tokens) for sequence in sequences]
     means.append(sum(rewards) / len(rewards))
-    data = [rollout(each, reward - means[-1]) for each, reward in zip(drawn, rewards)]
+    data = [rollout(sequence, reward - means[-1]) for sequence, reward in zip(sequences, rewards)]
     learning = training.forward_backward(data, "importance_sampling")
     training.optim_step(types.AdamParams(learning_rate=0.1)).result()
     learning.result()

@@ -43,7 +43,7 @@ from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 logger = logging.getLogger(__name__)
 
 NAME = "verbs"
-"""Name under which the verbs ask for the machine; see `Service.beside`."""
+"""Name under which the verbs ask for the machine; see `Service.machine_users`."""
 LOSSES = 3
 """Number of engines that may be lost to one call before the call fails."""
 RETRY_INTERVAL = 0.2

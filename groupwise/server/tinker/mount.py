@@ -59,7 +59,7 @@ class Verbs:
             longest=config.max_context_length,
         )
         self.service = VerbService(self._host, ledger, keep_every=config.keep_models_every)
-        runs.beside[NAME] = self
+        runs.machine_users[NAME] = self
         runs.by_verbs = self.service.status
         runs.sessions = self.service.registry.list_sessions
 
