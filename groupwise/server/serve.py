@@ -264,7 +264,7 @@ class _Server:
             await self._shut_down(built, serving, http)
             await answering
         finally:
-            await _cancel(answering)
+            await _cancel_tasks(answering)
         if self._refused is not None:
             raise self._refused
         return 0
@@ -284,7 +284,7 @@ class _Server:
         try:
             await asyncio.wait((ending, answering), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(ending, *background_tasks)
+            await _cancel_tasks(ending, *background_tasks)
 
     async def _shut_down(self, built: Services, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
@@ -352,7 +352,7 @@ class _Server:
         sys.stderr.flush()
 
 
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks that are no longer needed, and wait for them."""
     for task in tasks:
         task.cancel()

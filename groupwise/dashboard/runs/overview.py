@@ -62,7 +62,7 @@ def run(visit: Visit) -> Page:
     with suppress(StoreError):  # the page shows everything else
         summary = read_summary(path)
     data |= {
-        "checkpoints": _checkpoints(path),
+        "checkpoints": _checkpoint_rows(path),
         "final_step": final_step(path) if (path / FINAL).is_dir() else None,
         "final_bytes": _folder_size(path / FINAL),
         "summary": summary,
@@ -117,7 +117,7 @@ def _seconds_left(store: Store, info: RunInfo) -> float | None:
     return None if mean is None else mean * max(0, info.max_steps - info.steps)
 
 
-def _checkpoints(path: Path) -> list[dict[str, Any]]:
+def _checkpoint_rows(path: Path) -> list[dict[str, Any]]:
     with suppress(GroupwiseError, FileNotFoundError):  # it may be pruned meanwhile
         scan = checkpoints.complete(path / CHECKPOINTS)
         complete = [

@@ -82,10 +82,10 @@ class _EngineServer:
         try:
             self._engine = load(factory, kind="engine", instantiate=False).object()
         except BaseException as error:  # noqa: BLE001 — any error is reported to the parent
-            self._send(Failed(MAKING, pack_error(error)))
+            self._send_message(Failed(MAKING, pack_error(error)))
             return
         while True:
-            self._send(Beat(self._progress, len(self._tasks)))
+            self._send_message(Beat(self._progress, len(self._tasks)))
             await asyncio.sleep(self._beat_every)
 
     def _read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -109,7 +109,7 @@ class _EngineServer:
         del self._tasks[number]
         self._progress += 1
         if task.cancelled():  # cancelled before it started, so `_answer_call` has sent nothing
-            self._send(Failed(number, pack_error(asyncio.CancelledError())))
+            self._send_message(Failed(number, pack_error(asyncio.CancelledError())))
 
     async def _answer_call(self, call: Call) -> None:
         try:
@@ -119,7 +119,7 @@ class _EngineServer:
             if not isinstance(error, GroupwiseError | asyncio.CancelledError):
                 logger.error("`%s` failed in the engine", call.verb, exc_info=error)
             answer = Failed(call.id, pack_error(error))
-        self._send(answer)
+        self._send_message(answer)
 
     async def _execute(self, call: Call) -> Any:
         arguments = unpack(call.body)
@@ -137,7 +137,7 @@ class _EngineServer:
                 f"`{call.verb}` was not done by its deadline and has been given up; the engine is well. Ask for less, or again."
             ) from None
 
-    def _send(self, message: Beat | Answered | Failed) -> None:
+    def _send_message(self, message: Beat | Answered | Failed) -> None:
         with suppress(OSError):  # the parent is gone, and the reader ends this process
             self._channel.send(message)
 

@@ -136,12 +136,12 @@ class EngineCore:
         async with self._run_lock:
             assert self._opened is None, "an engine hosts one run; a new run gets a new engine"
             try:
-                return await self._open(order)
+                return await self._load_run(order)
             except BaseException:
                 await self._scope.aclose()
                 raise
 
-    async def _open(self, order: OpenRun) -> Opened:
+    async def _load_run(self, order: OpenRun) -> Opened:
         loaded = load_config(dict(order.config))
         refuse_on_server(loaded.config)
         build.expect_ranks(loaded.config)
@@ -240,7 +240,7 @@ class EngineCore:
         )
 
     @property
-    def _current(self) -> _LoadedRun:
+    def _loaded_run(self) -> _LoadedRun:
         if self._opened is None:
             raise UsageError("No run is open in this engine.")
         return self._opened
@@ -249,7 +249,7 @@ class EngineCore:
 
     async def sample(self, order: SampleOrder) -> Sampled:
         """See `Engine.sample`."""
-        run = self._current.run
+        run = self._loaded_run.run
         ids = self._prompt_ids(order)
         params = self._sampling_params(order, len(ids))
         training = run.config.training
@@ -278,24 +278,24 @@ class EngineCore:
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
-        so_far = getattr(self._current.run.sampler, "so_far", None)
+        so_far = getattr(self._loaded_run.run.sampler, "so_far", None)
         if so_far is None:
             return ()
         texts_so_far = so_far(draw)
         members: tuple[tuple[int, ...], ...] = (
             await texts_so_far if inspect.isawaitable(texts_so_far) else texts_so_far
         )
-        tokenizer = self._current.run.tokenizer
+        tokenizer = self._loaded_run.run.tokenizer
         return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""
-        tokenizer = self._current.run.tokenizer
+        tokenizer = self._loaded_run.run.tokenizer
         return tuple(render_prompt(tokenizer, [token]) for token in token_ids)
 
     def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
-        prompt, current = order.prompt, self._current
+        prompt, current = order.prompt, self._loaded_run
         longest = current.longest_prompt
         try:
             if not isinstance(prompt, str):
@@ -335,7 +335,7 @@ class EngineCore:
 
     def _sampling_params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
         """The run's sampling settings, overridden by those of the order. Raises UsageError for impossible combinations."""
-        current, requested = self._current, order.sampling
+        current, requested = self._loaded_run, order.sampling
         if order.trains:
             _refuse_unlearnable(requested)
         sampler = current.run.config.sampler
@@ -370,7 +370,7 @@ class EngineCore:
     async def step(self, plan: Plan) -> StepDone:
         """See `Engine.step`."""
         async with self._run_lock:
-            run = self._current.run
+            run = self._loaded_run.run
             if plan.step != run.step:
                 raise UsageError(
                     f"The plan is for step {plan.step}, but the run stands after {run.step} steps."
@@ -384,33 +384,35 @@ class EngineCore:
                 metrics = await take_step(run, batch, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
                 self._save()
-            self._current.progress.phase("ready")
+            self._loaded_run.progress.phase("ready")
             record = run.folder.store.step(run.step - 1)
             return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
 
     def _save(self) -> None:
-        save_checkpoint(self._current.run)
+        save_checkpoint(self._loaded_run.run)
         self._note_oldest_checkpoint()
 
     def _note_oldest_checkpoint(self) -> None:
-        found_checkpoints = checkpoints.complete(self._current.run.folder.checkpoints)
+        found_checkpoints = checkpoints.complete(self._loaded_run.run.folder.checkpoints)
         self._oldest = found_checkpoints[0].step if found_checkpoints else 0
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
         """See `Engine.metrics_of`."""
-        return self._undone_metrics.get(step) or self._current.run.folder.store.step_metrics(step)
+        return self._undone_metrics.get(step) or self._loaded_run.run.folder.store.step_metrics(
+            step
+        )
 
     async def save(self) -> Saved:
         """See `Engine.save`."""
         async with self._run_lock:
-            run = self._current.run
+            run = self._loaded_run.run
             self._save()
             return Saved(run.step, str(run.folder.checkpoints / f"step-{run.step}"))
 
     async def close_run(self, finished: bool) -> str:
         """See `Engine.close_run`."""
         async with self._run_lock:
-            current = self._current
+            current = self._loaded_run
             run = current.run
             self._save()
 
@@ -432,7 +434,7 @@ class EngineCore:
 
     async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
         """See `Engine.tokens_of`."""
-        return prompt_ids(self._current.run.tokenizer, prompt)
+        return prompt_ids(self._loaded_run.run.tokenizer, prompt)
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """See `Engine.tokenizer_files`."""
@@ -441,7 +443,7 @@ class EngineCore:
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as folder:
-            self._current.run.tokenizer.save_pretrained(folder)
+            self._loaded_run.run.tokenizer.save_pretrained(folder)
             files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
             return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

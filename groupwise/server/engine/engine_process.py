@@ -179,7 +179,7 @@ class EngineProcess:
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
         self._outbox: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
+        self._writer = threading.Thread(target=self._write_calls, name="engine writer", daemon=True)
         self._thread = threading.Thread(target=self._supervise, name="engine", daemon=True)
 
     async def start(self) -> EngineProcess:
@@ -315,7 +315,7 @@ class EngineProcess:
 
     # --- methods that run in the threads -----------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write_calls(self) -> None:
         while (message := self._outbox.get()) is not None:
             with suppress(OSError):  # the engine has ended, and the other thread reports why
                 self._channel.send(message)
@@ -362,7 +362,7 @@ class EngineProcess:
         try:
             self._output = Output(process, "engine")
             self._writer.start()
-            self._listen(process)
+            self._handle_messages(process)
         finally:
             self._channel.end()
             exit_description = self._reap(process)
@@ -375,7 +375,7 @@ class EngineProcess:
             )
         return f"The engine ended: {exit_description}{last_words}"
 
-    def _listen(self, process: Popen[bytes]) -> None:
+    def _handle_messages(self, process: Popen[bytes]) -> None:
         """Handle messages until the engine is gone or is to be ended."""
         self._beat_at = time.monotonic()
         with selectors.DefaultSelector() as selector:

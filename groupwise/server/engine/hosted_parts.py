@@ -97,9 +97,9 @@ class EngineParts:
     async def open(self, order: OpenParts) -> PartsOpened:
         """Load the model and build the parts; once. UsageError if config or model are wrong."""
         async with self._opening:
-            return await self._open(order)
+            return await self._load_parts(order)
 
-    async def _open(self, order: OpenParts) -> PartsOpened:
+    async def _load_parts(self, order: OpenParts) -> PartsOpened:
         if self._opened is not None:
             raise UsageError("The model is loaded already; open other parts for another one.")
         folder = Path(order.folder)
@@ -132,7 +132,7 @@ class EngineParts:
         return PartsOpened(stops, asdict(layout), serving)
 
     @property
-    def _current(self) -> _OpenedParts:
+    def _ready_parts(self) -> _OpenedParts:
         if self._opened is None:
             raise UsageError("The model is not loaded yet: `open` comes first.")
         return self._opened
@@ -141,21 +141,21 @@ class EngineParts:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
-        current = self._current
+        current = self._ready_parts
         sampler = current.sampler
         check_request(request, current.vocabulary, current.longest)
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:
         """See `groupwise.core.types.Sampler.load`; returns the new `fingerprint`."""
-        sampler, folder = self._current.sampler, self._existing_folder(policy.path)
+        sampler, folder = self._ready_parts.sampler, self._existing_folder(policy.path)
         check_sent(folder)
         await sampler.load(replace(policy, path=str(folder)))
         return sampler.fingerprint()
 
     async def fingerprint(self) -> str:
         """See `groupwise.core.types.Sampler.fingerprint`."""
-        return self._current.sampler.fingerprint()
+        return self._ready_parts.sampler.fingerprint()
 
     # --- the learner -----------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class EngineParts:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`."""
-        learner = self._current.learner
-        check_rows(rows, self._current.vocabulary)
+        learner = self._ready_parts.learner
+        check_rows(rows, self._ready_parts.vocabulary)
         check_loss(loss, denominators)
         try:
             return await learner.forward_backward(rows, loss, denominators)
@@ -178,39 +178,39 @@ class EngineParts:
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`."""
-        return await self._current.learner.trained_logprobs()
+        return await self._ready_parts.learner.trained_logprobs()
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`."""
-        learner = self._current.learner
+        learner = self._ready_parts.learner
         check_optimiser(params)
         return await learner.update(params)
 
     async def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
-        self._current.learner.discard()
+        self._ready_parts.learner.discard()
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`; the path is within the folder of the parts."""
-        policy = await self._current.learner.publish(version)
-        return replace(policy, path=str(Path(policy.path).relative_to(self._current.folder)))
+        policy = await self._ready_parts.learner.publish(version)
+        return replace(policy, path=str(Path(policy.path).relative_to(self._ready_parts.folder)))
 
     async def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        learner = self._current.learner
-        check_rows(rows, self._current.vocabulary)
+        learner = self._ready_parts.learner
+        check_rows(rows, self._ready_parts.vocabulary)
         return await learner.logprobs(rows, role)
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
-        learner = self._current.learner
-        check_rows(rows, self._current.vocabulary)
+        learner = self._ready_parts.learner
+        check_rows(rows, self._ready_parts.vocabulary)
         return await learner.predictions(rows)
 
     async def save_state(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`; the folder is created and must be new."""
-        learner = self._current.learner
-        target = self._current.folder / folder
+        learner = self._ready_parts.learner
+        target = self._ready_parts.folder / folder
         if target.exists():
             raise UsageError(f"There is a folder {folder} already; choose another name.")
         target.mkdir(parents=True)
@@ -222,11 +222,11 @@ class EngineParts:
 
     async def load_state(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""
-        self._current.learner.load(str(self._existing_folder(folder)))
+        self._ready_parts.learner.load(str(self._existing_folder(folder)))
 
     def _existing_folder(self, path: str) -> Path:
         """An existing subfolder of the parts' folder. UsageError if it is missing."""
-        folder = self._current.folder / path
+        folder = self._ready_parts.folder / path
         if not folder.is_dir():
             raise UsageError(
                 f"There is no folder {path}: it was never sent or published, or is kept no longer."

@@ -156,7 +156,7 @@ class EngineModels:
         return _describe_base(order, config.model, layout, models, parts.stop_token_ids, order.most)
 
     @property
-    def _current(self) -> _OpenBase:
+    def _base_state(self) -> _OpenBase:
         if self._opened is None:
             raise UsageError("No base is open in this engine.")
         return self._opened
@@ -165,7 +165,7 @@ class EngineModels:
 
     async def create_model(self, model: str, spec: ModelSpec, kept: int | None = None) -> None:
         """Create a new adapter; with `kept`, load the state that was kept after that call."""
-        current = self._current
+        current = self._base_state
         if len(self._models) >= current.room:
             raise UsageError(
                 f"The model {model} would be one more than the {current.room} that there is room for ({', '.join(self._models)}). End the "
@@ -184,18 +184,18 @@ class EngineModels:
     async def drop(self, model: str) -> None:
         """Release a model; its saved weights stay. A missing model is no error."""
         if self._models.pop(model, None) is not None:
-            await self._current.models.drop(model)
+            await self._base_state.models.drop(model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward`."""
-        parts = self._model(model).parts
+        parts = self._find_model(model).parts
         self._check_rows(rows)
         sums, logprobs = await parts.model.call("learner.measure", [*rows], loss)
         return Computed(tuple(logprobs), sums)
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward_backward`."""
-        learner = self._model(model).parts.learner
+        learner = self._find_model(model).parts.learner
         self._check_rows(rows)
         logprobs = await learner.logprobs(rows)
         sums = await learner.forward_backward(rows, loss, UNDIVIDED)
@@ -205,31 +205,31 @@ class EngineModels:
         self, model: str, params: OptimiserParams, keep_as: int | None = None
     ) -> UpdateResult:
         """See `VerbEngine.optim_step`."""
-        result = await self._model(model).parts.learner.update(params)
+        result = await self._find_model(model).parts.learner.update(params)
         self._keep_state(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, overwrite: bool, call: int) -> None:
         """See `VerbEngine.save_state`."""
-        learner = self._model(model).parts.learner
+        learner = self._find_model(model).parts.learner
         stored = Stored(model, "weights", name)
         if not overwrite:
-            self._current.folders.check_free(stored, call)
+            self._base_state.folders.check_free(stored, call)
         self._write_saved(stored, call, lambda folder: learner.save(str(folder)))
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         """See `VerbEngine.save_for_sampler`."""
-        handle = self._model(model).parts.model
+        handle = self._find_model(model).parts.model
         stored = Stored(model, "sampler_weights", name)
-        self._current.folders.check_free(stored, call)
+        self._base_state.folders.check_free(stored, call)
         self._write_saved(stored, call, lambda folder: handle.call_now("trained.save", folder))
 
     async def load_state(
         self, model: str, stored: Stored, with_optimiser: bool, keep_as: int | None = None
     ) -> None:
         """See `VerbEngine.load_state`."""
-        model_state = self._model(model)
-        saved = self._current.folders.read(stored)
+        model_state = self._find_model(model)
+        saved = self._base_state.folders.read(stored)
         if stored.kind != "weights":
             raise UsageError(
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
@@ -241,21 +241,21 @@ class EngineModels:
                 f"{saved_spec.train_mlp}, unembed {saved_spec.train_unembed}; this model is on {own_spec.base} with rank {own_spec.rank}, "
                 f"attn {own_spec.train_attn}, mlp {own_spec.train_mlp}, unembed {own_spec.train_unembed}. They must be equal."
             )
-        folder = self._current.folders.path_of(stored)
+        folder = self._base_state.folders.path_of(stored)
         if with_optimiser:
             model_state.parts.learner.load(str(folder))
         else:
             model_state.parts.model.call_now("learner.load_weights", str(folder))
         self._keep_state(model, keep_as)
 
-    def _model(self, name: str) -> _Model:
+    def _find_model(self, name: str) -> _Model:
         if name not in self._models:
             raise UsageError(f"There is no model {name!r} in this engine.")
         return self._models[name]
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
         """UsageError for rows that would otherwise fail in the middle, with half a gradient accumulated."""
-        current = self._current
+        current = self._base_state
         for index, row in enumerate(rows):
             length = len(row.prompt_ids) + len(row.completion_ids)
             if length > current.longest_row:
@@ -268,7 +268,7 @@ class EngineModels:
         """The adapter that a client requests."""
         if spec.train_attn and spec.train_mlp and not spec.train_unembed:
             return LoraConfig(r=spec.rank)
-        kinds = await self._current.models.layer_kinds()
+        kinds = await self._base_state.models.layer_kinds()
         trained = {
             "attention": spec.train_attn,
             "mlp": spec.train_mlp,
@@ -281,7 +281,7 @@ class EngineModels:
         """Save the state after a call, so that later calls can be repeated from it; older states are deleted."""
         if call is None:
             return
-        learner, folders = self._model(model).parts.learner, self._current.folders
+        learner, folders = self._find_model(model).parts.learner, self._base_state.folders
         folder_of_state = folders.automatic_path(model, call)
         atomic_files.make_folder(
             folder_of_state, lambda folder: learner.save(str(folder)), replace=True
@@ -289,7 +289,7 @@ class EngineModels:
         folders.forget_automatic(model, before=call)
 
     def _write_saved(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
-        model_state, folders = self._model(stored.model), self._current.folders
+        model_state, folders = self._find_model(stored.model), self._base_state.folders
         saved = Saved(
             model_state.spec, model_state.parts.model.call_now("learner.fingerprint"), call
         )
@@ -304,7 +304,7 @@ class EngineModels:
 
     async def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
         """Complete a prompt with saved weights, or with the base if `stored` is None. See `VerbEngine.sample`."""
-        current = self._current
+        current = self._base_state
         length = len(order.prompt_ids) + order.params.max_tokens
         if length > current.base.longest:
             raise UsageError(
@@ -352,7 +352,7 @@ class EngineModels:
 
     async def _assign_sampler(self, weights: Stored | None) -> _Sampler:
         """Assign these weights to an idle sampler or to a new one."""
-        saved = None if weights is None else self._current.folders.read(weights)
+        saved = None if weights is None else self._base_state.folders.read(weights)
         shape = _UNTRAINED_ADAPTER if saved is None else await self._lora_config(saved.spec)
         idle = [sampler for sampler in self._samplers if not sampler.users]
         fitting = [sampler for sampler in idle if sampler.shape == shape]
@@ -362,20 +362,20 @@ class EngineModels:
         else:
             if full:
                 self._samplers.remove(idle[0])
-                await self._current.models.drop(idle[0].name)
+                await self._base_state.models.drop(idle[0].name)
             name = f"sampler {next(self._numbers)}"
             sampler = _Sampler(
-                name, shape, await self._current.models.add(name, _new_model(name, 0, shape))
+                name, shape, await self._base_state.models.add(name, _new_model(name, 0, shape))
             )
             self._samplers.append(sampler)
         if weights is not None and saved is not None:
-            folder = str(self._current.folders.path_of(weights))
+            folder = str(self._base_state.folders.path_of(weights))
             policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
             self._samplers.remove(sampler)  # a failed read leaves it in an unknown state
             try:
                 await sampler.parts.sampler.load(policy)
             except BaseException:
-                await self._current.models.drop(sampler.name)
+                await self._base_state.models.drop(sampler.name)
                 raise
             self._samplers.append(sampler)
         sampler.weights, sampler.learner_reads = weights, False

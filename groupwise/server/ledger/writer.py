@@ -69,7 +69,7 @@ class Ledger:
         self._queue: list[_Job] = []
         self._closing = False
         self._condition = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="ledger", daemon=True)
+        self._thread = threading.Thread(target=self._run_batches, name="ledger", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -112,15 +112,15 @@ class Ledger:
 
     async def close(self) -> None:
         """Finish the queued operations, store the uptime, and close the file. Repeating it is harmless."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self._stop_thread)
 
-    def _close(self) -> None:
+    def _stop_thread(self) -> None:
         with self._condition:
             self._closing = True
             self._condition.notify()
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _run_batches(self) -> None:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._closing)

@@ -109,9 +109,9 @@ class Files:
                     f"{path} {problem}.",
                     errors=[FieldError(field="path", message=problem)],
                 )
-            return self._append(file, path, offset, content)
+            return self._write_piece(file, path, offset, content)
 
-    def _append(self, target: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
+    def _write_piece(self, target: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("ab") as file:

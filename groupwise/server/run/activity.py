@@ -27,14 +27,14 @@ from groupwise.server.run.queries import event_data
 
 
 async def activity_of(
-    current: ActiveRun, ledger: Ledger, sessions: Sequence[Session]
+    active_run: ActiveRun, ledger: Ledger, sessions: Sequence[Session]
 ) -> ActivityAnswer:
     """Activity of the current or last run, and of the clients' open sessions.
 
     `clients` is left empty; the HTTP layer fills it in. `sessions` are passed without their models' steps, which are added here.
     """
-    run = None if current.latest is None else current.latest.run
-    conductor = current.conductor
+    run = None if active_run.latest is None else active_run.latest.run
+    conductor = active_run.conductor
     room = None if conductor is None else conductor.admission
     now = time.monotonic()
     waiting = [

@@ -22,10 +22,10 @@ from groupwise.server.run.named_checkpoints import NamedCheckpoints, StartCheckp
 class Checkpoints:
     """Checkpoints of one server."""
 
-    def __init__(self, current: ActiveRun, ledger: Ledger) -> None:
-        self._current = current
+    def __init__(self, active_run: ActiveRun, ledger: Ledger) -> None:
+        self._active_run = active_run
         self._ledger = ledger
-        self._named = NamedCheckpoints(current.config.folder)
+        self._named = NamedCheckpoints(active_run.config.folder)
 
     async def list_checkpoints(self) -> CheckpointsAnswer:
         """All checkpoints: the automatic ones of every run, then the named ones."""
@@ -43,7 +43,7 @@ class Checkpoints:
 
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Save the run's current state under a name: after the step in progress, or as the run ended."""
-        row = self._current.any_run()
+        row = self._active_run.any_run()
         checkpoint = self._named.saved_by_request(
             name, caller
         )  # saved for this same request by a server that ended before it could answer
@@ -57,15 +57,15 @@ class Checkpoints:
                 if path.is_dir():
                     raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
         await self._ledger.do(ledger_operations.keep_checkpoint, checkpoint, caller)
-        self._current.changed.beat()
+        self._active_run.changed.beat()
         return checkpoint
 
     async def _newest_state(self, row: RunRow) -> Path:
         """Path of the run's newest state on disk; an active run is saved first."""
-        conductor = self._current.conductor
+        conductor = self._active_run.conductor
         if conductor is not None and conductor.phase not in ENDED:
             saved = await await_engine(
-                conductor.engine.save(), conductor, self._current.config.sampling_time_limit
+                conductor.engine.save(), conductor, self._active_run.config.sampling_time_limit
             )
             await self._ledger.do(steps.note_checkpoint, row.run, saved.step)
             return Path(saved.path)

@@ -37,16 +37,16 @@ T = TypeVar("T")
 class CompletionsAndRewards:
     """The ask/post operations on the current run."""
 
-    def __init__(self, current: ActiveRun, ledger: Ledger) -> None:
-        self._current = current
-        self._config = current.config
+    def __init__(self, active_run: ActiveRun, ledger: Ledger) -> None:
+        self._active_run = active_run
+        self._config = active_run.config
         self._ledger = ledger
 
     # --- completions -----------------------------------------------------------------------------
 
     async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
         """Sample groups, store them, and only then answer."""
-        conductor = self._current.active()
+        conductor = self._active_run.active()
         _ = conductor.engine  # raises early if the engine is unavailable
         server_hash = conductor.status.opened.tokenizer_hash
         if request.tokenizer_hash not in (None, server_hash):
@@ -88,8 +88,8 @@ class CompletionsAndRewards:
     async def give_up(self, group: str) -> None:
         """End a group that its client no longer needs."""
         await self._ledger.do(groups.give_up, group)
-        if self._current.conductor is not None:
-            await self._current.conductor.recount()
+        if self._active_run.conductor is not None:
+            await self._active_run.conductor.recount()
 
     # --- rewards and steps -----------------------------------------------------------------------
 
@@ -97,16 +97,16 @@ class CompletionsAndRewards:
         self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
     ) -> list[RewardAnswer]:
         """Store rewards, and only then answer; with `wait`, after the step that learns from them."""
-        run = self._current.any_run()
-        if request.wait and self._current.is_manual():
+        run = self._active_run.any_run()
+        if request.wait and self._active_run.is_manual():
             raise Refusal("manual_mode")
-        status = self._current.last_status
+        status = self._active_run.last_status
         steps_done = status.step if status else None  # None: no engine has opened the run yet
         answers = await self._ledger.do(
             ledger_operations.keep_rewards, run.run, steps_done, request, caller
         )
-        if self._current.conductor is not None:
-            self._current.conductor.nudge()
+        if self._active_run.conductor is not None:
+            self._active_run.conductor.nudge()
         if not request.wait:
             return answers
         return await self.rewards_trained(answers, request.timeout)
@@ -123,12 +123,12 @@ class CompletionsAndRewards:
 
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
         """Take a step with the named groups, or with the rewarded ones that wait."""
-        conductor = self._current.active()
-        if request.group_ids is None and not self._current.is_manual():
+        conductor = self._active_run.active()
+        if request.group_ids is None and not self._active_run.is_manual():
             raise Refusal("auto_mode")
         deadline = time.monotonic() + request.timeout
         while True:
-            beat = self._current.changed.next
+            beat = self._active_run.changed.next
             answer = await self._ledger.do(
                 ledger_operations.keep_plan,
                 conductor.status.run,
@@ -139,7 +139,7 @@ class CompletionsAndRewards:
             )
             if answer is not None:
                 break
-            if not await self._current.next_beat(beat, deadline):
+            if not await self._active_run.next_beat(beat, deadline):
                 raise Refusal(
                     "too_busy", "another step is still being taken; ask again.", retry_after=2
                 )
@@ -162,11 +162,11 @@ class CompletionsAndRewards:
         """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
-            beat = self._current.changed.next
+            beat = self._active_run.changed.next
             result = await read()
-            if is_done(result) or self._current.is_over():
+            if is_done(result) or self._active_run.is_over():
                 return result
-            if not await self._current.next_beat(beat, deadline):
+            if not await self._active_run.next_beat(beat, deadline):
                 return result
 
 

@@ -55,13 +55,13 @@ class RunLifecycle:
 
     def __init__(
         self,
-        current: ActiveRun,
+        active_run: ActiveRun,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         checkpoints: Checkpoints,
     ) -> None:
-        config = current.config
-        self._current = current
+        config = active_run.config
+        self._active_run = active_run
         self._config = config
         self._ledger = ledger
         self._supervisor = supervisor
@@ -77,17 +77,17 @@ class RunLifecycle:
     async def resume_active_run(self) -> None:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
         all_runs = await self._ledger.do(runs.list_runs)
-        self._current.latest = all_runs[-1] if all_runs else None
+        self._active_run.latest = all_runs[-1] if all_runs else None
         active = await self._ledger.do(runs.active_run)
         if active is None:
             return
-        self._current.latest = active
+        self._active_run.latest = active
         request = StartRequest.model_validate_json(json.dumps(active.settings))
         order = OpenRun(
             self._with_this_folder(active.config), request.max_prompt_length, run=active.run
         )
-        self._current.conductor = self._conductor_of(request, order)
-        self._current.conductor.start_steps()
+        self._active_run.conductor = self._conductor_of(request, order)
+        self._active_run.conductor.start_steps()
         logger.info("going on with the run %s", active.run)
 
     async def start(
@@ -95,10 +95,10 @@ class RunLifecycle:
     ) -> StartAnswer:
         """Start or resume a run. `machine_users`: other users of the machine, which may have to make room."""
         async with self.turn:
-            self._current.refuse_when_shutting_down()
+            self._active_run.refuse_when_shutting_down()
             replacing = request.replace
             order, request, resumed_row = await self._resolve_order(request)
-            if replacing or self._current.active_conductor() is None:
+            if replacing or self._active_run.active_conductor() is None:
                 for user in machine_users:
                     if replacing:
                         await user.release_for_replacement()
@@ -126,7 +126,7 @@ class RunLifecycle:
                 caller,
                 answer_of(answer),
             )
-            self._current.conductor, self._current.latest = conductor, row
+            self._active_run.conductor, self._active_run.latest = conductor, row
             conductor.start_steps()
             return answer
 
@@ -180,13 +180,13 @@ class RunLifecycle:
         return _with_run(config, dir=str(self._config.folder / RUNS))
 
     async def _end_current(self, replacing: bool) -> None:
-        conductor = self._current.conductor
+        conductor = self._active_run.conductor
         if conductor is not None:
             await conductor.wait_if_finishing()
         if conductor is None or conductor.phase in ENDED:
             return
         if not replacing:
-            run = self._current.latest.run if self._current.latest else "the run"
+            run = self._active_run.latest.run if self._active_run.latest else "the run"
             raise Refusal(
                 "run_active",
                 f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
@@ -215,7 +215,7 @@ class RunLifecycle:
 
     async def _keep_tokenizer(self, conductor: Conductor, status: RunStatus) -> None:
         """Store the tokenizer in the server's output, so that it can be served without an engine."""
-        target = self._current.tokenizer_folder(status.opened.tokenizer_hash)
+        target = self._active_run.tokenizer_folder(status.opened.tokenizer_hash)
         if target.is_dir():
             return
         files = await conductor.tokenizer_files()
@@ -234,7 +234,7 @@ class RunLifecycle:
             request,
             order,
             most_open=self._config.max_open_groups,
-            changed=self._current.changed,
+            changed=self._active_run.changed,
         )
 
     # --- ending ----------------------------------------------------------------------------------
@@ -242,16 +242,16 @@ class RunLifecycle:
     async def stop(self) -> StopAnswer:
         """End the run after the step in progress, with a checkpoint; repeating it is harmless."""
         async with self.turn:
-            if self._current.conductor is not None:
-                await self._stop_run(self._current.conductor, "stop")
-            row = self._current.latest
+            if self._active_run.conductor is not None:
+                await self._stop_run(self._active_run.conductor, "stop")
+            row = self._active_run.latest
             if row is None:
                 return StopAnswer()
             return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
     async def _stop_run(self, conductor: Conductor, why: StopReason) -> None:
         await conductor.end(why, self._config.step_time_limit)
-        self._current.changed.beat()
+        self._active_run.changed.beat()
 
 
 def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

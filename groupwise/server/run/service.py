@@ -61,12 +61,12 @@ class Service:
         self._supervisor = EngineSupervisor(
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
-        current = self._current = ActiveRun(config)
-        self._periodic = PeriodicTasks(current, ledger)
-        checkpoints = Checkpoints(current, ledger)
-        self._lifecycle = RunLifecycle(current, ledger, self._supervisor, checkpoints)
-        self._queries = Queries(current, ledger, self._supervisor, self._periodic)
-        ask_post = CompletionsAndRewards(current, ledger)
+        active_run = self._active_run = ActiveRun(config)
+        self._periodic = PeriodicTasks(active_run, ledger)
+        checkpoints = Checkpoints(active_run, ledger)
+        self._lifecycle = RunLifecycle(active_run, ledger, self._supervisor, checkpoints)
+        self._queries = Queries(active_run, ledger, self._supervisor, self._periodic)
+        ask_post = CompletionsAndRewards(active_run, ledger)
 
         # Methods called by the routes, taken from the part that implements them.
         self.stop = self._lifecycle.stop
@@ -85,8 +85,8 @@ class Service:
         self.save_checkpoint = checkpoints.save
 
         # Called by the other protocols (OpenAI, Tinker, parts).
-        self.conducted = current.active_conductor
-        self.active = current.active
+        self.conducted = active_run.active_conductor
+        self.active = active_run.active
         self.turn = self._lifecycle.turn
         """Held while a run, or an engine for something else, is started or ended."""
         self.machine_users: dict[str, MachineUser] = {}
@@ -107,18 +107,18 @@ class Service:
 
     async def shut_down(self, seconds: float) -> None:
         """Accept nothing new, finish the step in progress within `seconds`, and end the engine. The run resumes at the next start."""
-        self._current.shutting_down = True
-        self._current.changed.beat()
-        if self._current.conductor is not None:
-            await self._current.conductor.end("shut down", seconds)
+        self._active_run.shutting_down = True
+        self._active_run.changed.beat()
+        if self._active_run.conductor is not None:
+            await self._active_run.conductor.end("shut down", seconds)
         await self._periodic.stop()
         await self._supervisor.end()
         await self._ledger.close()
 
     def ready(self) -> str | None:
         """None if the server is ready, else why requests would be refused."""
-        conductor = self._current.conductor
-        if self._current.shutting_down:
+        conductor = self._active_run.conductor
+        if self._active_run.shutting_down:
             return "the server is shutting down"
         if conductor is not None and conductor.phase in ("starting", "recovering"):
             return f"the engine is {conductor.phase}"
@@ -140,7 +140,7 @@ class Service:
 
     async def activity(self) -> ActivityAnswer:
         """Current activity."""
-        activity = await activity_of(self._current, self._ledger, self.sessions())
+        activity = await activity_of(self._active_run, self._ledger, self.sessions())
         return activity.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
@@ -151,7 +151,7 @@ class Service:
 
     async def count_refusal(self, code: str) -> None:
         """Count a refused request in the counters of the run."""
-        latest = self._current.latest
+        latest = self._active_run.latest
         if latest is not None:
             with suppress(GroupwiseError):  # a counter is not worth a failure
                 await self._ledger.do(counters.count_refusal, latest.run, code)

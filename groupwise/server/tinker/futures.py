@@ -144,7 +144,7 @@ class Futures:
         assert row.media_type is not None
         assert row.body is not None
         self._by_key[call.key] = call
-        self._settle(call, Outcome(row.state, row.media_type, row.body))
+        self._mark_answered(call, Outcome(row.state, row.media_type, row.body))
 
     def abandon(self, id: str, error: Exception) -> None:
         """Fail a call of an earlier process if it was not started again."""
@@ -238,7 +238,7 @@ class Futures:
             if call.persisted is not None:
                 await asyncio.shield(call.persisted)
             await self._ledger.do_when_writable(calls.record_outcome, call.id, outcome)
-            self._settle(call, outcome)
+            self._mark_answered(call, outcome)
 
         call.finishing = True
         await asyncio.shield(self._spawn(write()))
@@ -290,7 +290,7 @@ class Futures:
     def _caller_of(self, key: CallKey) -> str:
         return self.callers.get(key[0].partition(":")[0], "")
 
-    def _settle(self, call: _Call, outcome: Outcome) -> None:
+    def _mark_answered(self, call: _Call, outcome: Outcome) -> None:
         """Mark a call as answered. Drops the oldest answers until the rest fits; the newest always stays, even if it is larger than the
         limit.
         """

@@ -115,7 +115,7 @@ class TrainingCalls:
                 model.sums[name] = model.sums.get(name, 0.0) + value
             return Outcome("answered", PROTOBUF, translate.outputs(computed), changed=True)
 
-        return model.id, self._submit(
+        return model.id, self._submit_call(
             model, request.sequence, request.content, work, FORWARD_BACKWARD
         )
 
@@ -143,7 +143,9 @@ class TrainingCalls:
             step = StepRow(params.learning_rate, norm, finite_sums)
             return replace(outcome, changed=True, kept=keep_as, step=step)
 
-        return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(
+            model, body.seq_id, content_of(body), work, kind_of(body)
+        )
 
     # --- saving and loading weights ---------------------------------------------------------------
 
@@ -158,7 +160,9 @@ class TrainingCalls:
             )
             return _json_outcome({"path": path_of(stored), "type": "save_weights"})
 
-        return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(
+            model, body.seq_id, content_of(body), work, kind_of(body)
+        )
 
     def load_weights(self, body: requests.LoadWeights) -> tuple[str, str]:
         """Queue loading a saved state into an existing model, or into a new one created for it."""
@@ -173,7 +177,7 @@ class TrainingCalls:
                         f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
                     )
                 await self._create(new, spec)
-                return await self._load(new, body, 0, stored)
+                return await self._load_weights(new, body, 0, stored)
 
             return new.id, new.queue.submit(0, content_of(body), make, kind_of(body))
         if body.model_id is None or body.seq_id is None:
@@ -183,11 +187,11 @@ class TrainingCalls:
         model, number = self._registry.model(body.model_id), body.seq_id
 
         async def work() -> Outcome:
-            return await self._load(model, body, number, stored)
+            return await self._load_weights(model, body, number, stored)
 
-        return model.id, self._submit(model, number, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(model, number, content_of(body), work, kind_of(body))
 
-    async def _load(
+    async def _load_weights(
         self, model: Model, body: requests.LoadWeights, call: int, stored: Stored
     ) -> Outcome:
         """Load a state. The model's state is kept at once, because the saved weights could be different by the time this call were
@@ -242,9 +246,13 @@ class TrainingCalls:
             )
 
         work = named if body.path is not None else for_a_sampler
-        return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(
+            model, body.seq_id, content_of(body), work, kind_of(body)
+        )
 
-    def _submit(self, model: Model, sequence: int, content: bytes, work: Work, kind: str) -> str:
+    def _submit_call(
+        self, model: Model, sequence: int, content: bytes, work: Work, kind: str
+    ) -> str:
         if sequence < 1:
             raise UsageError(
                 f"seq_id is {sequence}; it counts the calls of a model from 1, because 0 makes the model."
