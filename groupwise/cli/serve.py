@@ -75,11 +75,11 @@ def serve(
     """
     if api_key is not None:
         from groupwise.core.errors import UsageError
-        from groupwise.server.settings import RIGHT_WAYS
+        from groupwise.server.settings import KEY_ADVICE
 
         raise UsageError(
             "A key on the command line can be read by every user of the machine, so that --api-key is not taken. Instead, "
-            + RIGHT_WAYS
+            + KEY_ADVICE
         )
     if new_key is not None:
         _print_new_key(new_key)
@@ -111,9 +111,9 @@ def _serve(settings: ServerConfig, start_with: Path | None) -> None:
     request = None if start_with is None else read_start(start_with)
     pages = None
     if settings.dashboard:
-        from groupwise.dashboard.mounted import in_front
+        from groupwise.dashboard.mounted import mount_dashboard
 
-        pages = in_front(settings, keys)
+        pages = mount_dashboard(settings, keys)
     raise typer.Exit(serve(settings, keys, request, in_front=pages))
 
 

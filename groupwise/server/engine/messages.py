@@ -127,11 +127,11 @@ def pack_error(error: BaseException) -> bytes:
     """
     if isinstance(error, GroupwiseError):
         try:
-            written = pack(error)
-            unpack(written)
+            packed = pack(error)
+            unpack(packed)
         except Exception:  # noqa: BLE001 — user code may have derived a class whose pickling fails in any way
             return pack(RunError(f"The engine failed: {error}"))
-        return written
+        return packed
     if is_out_of_memory(error):
         return pack(out_of_memory(error))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
