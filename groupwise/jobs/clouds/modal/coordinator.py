@@ -30,8 +30,8 @@ from typing import Any
 
 from groupwise.jobs.clouds.modal.port import ROOT
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.jobs.hosts.runner.claims import take_token
-from groupwise.jobs.hosts.runner.files import modified, read_json, write_json
+from groupwise.jobs.hosts.runner.attempt_folder import take_token
+from groupwise.jobs.hosts.runner.files import modification_time, read_json, write_json
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 TURN = "turn.json"
@@ -134,7 +134,7 @@ def end(home: str, job: str, epoch: int, because: str) -> None:
 def turn_of(place: Attempt) -> dict[str, Any]:
     """The attempt's turn; the first turn if none is recorded yet."""
     first: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
-    first["since"] = modified(place.path)
+    first["since"] = modification_time(place.path)
     return {**first, **(read_json(place.at(TURN)) or {})}
 
 

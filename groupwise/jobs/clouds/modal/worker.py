@@ -23,10 +23,10 @@ from typing import Any, Protocol
 from groupwise.jobs.clouds.modal.coordinator import ASKED, attempt
 from groupwise.jobs.clouds.modal.port import ROOT, Call
 from groupwise.jobs.hosts.runner.checkpoints import Checkpoint, checkpoints_of
-from groupwise.jobs.hosts.runner.ending import evict, ring
+from groupwise.jobs.hosts.runner.ending import evict, wake_supervisor
 from groupwise.jobs.hosts.runner.files import (
     cell_words,
-    is_full,
+    is_disk_full,
     make_folder,
     number_in,
     read_json,
@@ -35,7 +35,7 @@ from groupwise.jobs.hosts.runner.files import (
     write_file,
     write_json,
 )
-from groupwise.jobs.hosts.runner.order import LARGEST_TOKEN
+from groupwise.jobs.hosts.runner.launch_request import LARGEST_TOKEN
 from groupwise.jobs.hosts.runner.processes import boot_clock
 from groupwise.jobs.hosts.runner.protocol import as_bytes
 from groupwise.jobs.hosts.runner.root import TOKEN
@@ -246,7 +246,7 @@ class Stint:
 
     def mark(self, checkpoint: Checkpoint) -> tuple[int, int]:
         """Time (ns) and size of the manifest. They differ if a checkpoint was replaced by another of the same name."""
-        found = checkpoint.found[checkpoint.manifest]
+        found = checkpoint.stats[checkpoint.manifest]
         return found.st_mtime_ns, found.st_size
 
     def bring(self, checkpoint: Checkpoint) -> None:
@@ -261,7 +261,7 @@ class Stint:
                 shutil.copy2(os.path.join(source, path), os.path.join(target, path))
         except OSError as error:
             shutil.rmtree(target, ignore_errors=True)
-            if is_full(error):
+            if is_disk_full(error):
                 raise
             return
         self.brought[checkpoint.path] = (checkpoint.step, self.mark(checkpoint))
@@ -271,7 +271,7 @@ class Stint:
         grace = number_in(cell_words(self.there.at("cancel")))
         if grace is not None and grace != number_in(cell_words(self.here.at("cancel"))):
             set_cell(self.here.at("cancel"), f"{grace:.3f}")
-            ring(self.here)
+            wake_supervisor(self.here)
 
     # - after
 

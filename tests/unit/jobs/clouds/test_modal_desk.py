@@ -10,7 +10,7 @@ import pytest
 from groupwise.jobs.clouds.modal.coordinator import ASKED, answer, attempt
 from groupwise.jobs.clouds.modal.port import Call
 from groupwise.jobs.clouds.modal.worker import Surroundings, work
-from groupwise.jobs.hosts.runner.claims import void_queued
+from groupwise.jobs.hosts.runner.attempt_folder import void_queued
 from groupwise.jobs.hosts.runner.files import write_file, write_json
 from groupwise.jobs.hosts.runner.root import TOKEN
 from groupwise.jobs.hosts.runner.state import exit_of

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.jobs.hosts import answers
-from groupwise.jobs.hosts.runner.gpus import number, parse_apps, parse_gpus, parse_mig
+from groupwise.jobs.hosts.runner.gpus import parse_apps, parse_gpus, parse_mig, parse_number
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, machine
 
@@ -133,7 +133,7 @@ GOLDEN = dict.fromkeys(NOTHING.split("|")) | {
 
 
 def test_cells() -> None:
-    assert {cell: number(cell) for cell in GOLDEN} == GOLDEN
+    assert {cell: parse_number(cell) for cell in GOLDEN} == GOLDEN
 
 
 @given(st.text(max_size=400))

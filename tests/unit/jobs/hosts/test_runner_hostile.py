@@ -18,7 +18,7 @@ import pytest
 
 from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.runner.artefacts import Hashes
-from groupwise.jobs.hosts.runner.cgroups import unit_of
+from groupwise.jobs.hosts.runner.cgroups import unit_name
 from groupwise.jobs.hosts.runner.requests import VERBS
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 from groupwise.jobs.hosts.runner.state import count_checkpoints, state_of
@@ -202,7 +202,7 @@ def test_nothing_is_looked_for_where_a_record_points(here: Machine) -> None:
     groups = state_of(in_process(here))
     assert groups is not None
     assert groups["cgroup"] == {n: f for n, f in state["cgroup"].items() if f}
-    for odd in ("/", str(here.home), "/sys/fs/cgroup", f"/tmp/{unit_of(in_process(here))}"):
+    for odd in ("/", str(here.home), "/sys/fs/cgroup", f"/tmp/{unit_name(in_process(here))}"):
         text = json.dumps({**state, "cgroup": {"v2": odd, "memory": odd}})
         (here.folder() / "state.json").write_text(text)
         groups = state_of(in_process(here))
