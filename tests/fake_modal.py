@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from groupwise.jobs.clouds.modal.coordinator import answer
 from groupwise.jobs.clouds.modal.port import Call, Image, app_of
-from groupwise.jobs.clouds.modal.worker import Surroundings, work
+from groupwise.jobs.clouds.modal.worker import ContainerContext, work
 from groupwise.jobs.hosts.port import RunnerRefused
 
 THIS = "tests.fake_modal"
@@ -439,7 +439,7 @@ def contain(folder: Path, name: str, number: int) -> str:
     secrets = json.loads(os.environ.pop(SECRETS))
     call = Call(**json.loads((folder / "calls" / name / "input").read_text("utf-8")))
     named = {name: os.environ[name] for name in call.variables}
-    around = Surroundings(
+    around = ContainerContext(
         str(view.here),
         str(place / "disk"),
         view,

@@ -56,23 +56,25 @@ class LoginOptions:
         from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
 
         trust = Trust(self.trust, self.trust_jump, ask=ask_user())
-        before, _, name = host.rpartition("@")
-        alone, colon, number = name.rpartition(":")
+        user_part, _, name = host.rpartition("@")
+        host_part, colon, number = name.rpartition(":")
         port = self.port
-        if colon and number.isdecimal() and ":" not in alone:  # an IPv6 address has several colons
-            name, port = alone, int(number)
-        user = self.user or before or None
-        where = SshOptions(port=port, user=user, key=self.key, alias=name).of_new(trust)
+        if (
+            colon and number.isdecimal() and ":" not in host_part
+        ):  # an IPv6 address has several colons
+            name, port = host_part, int(number)
+        user = self.user or user_part or None
+        address = SshOptions(port=port, user=user, key=self.key, alias=name).of_new(trust)
         detail: dict[str, Any] = {
-            "host": where.host,
-            "user": where.user,
-            "port": where.port,
-            "key": where.key,
-            "host_key": _host_key(name, where, trust),
-            "agent": where.key is None and AGENT in os.environ,
+            "host": address.host,
+            "user": address.user,
+            "port": address.port,
+            "key": address.key,
+            "host_key": _host_key(name, address, trust),
+            "agent": address.key is None and AGENT in os.environ,
             "python": python,
         }
-        if (jump := where.jump) is not None:
+        if (jump := address.jump) is not None:
             detail["jump"] = {
                 "host": jump["host"],
                 "user": jump["user"],
@@ -104,8 +106,8 @@ class ClusterOptions(LoginOptions):
 
     def plan(self, packages: RemoteEnvironmentOptions) -> EnvironmentPlan | None:
         """The environment to build on the machine; None: it has one, as this machine does. Raises UsageError."""
-        here = self.host is None and not packages.is_given
-        return None if here else packages.plan_unless_there()
+        is_local = self.host is None and not packages.is_given
+        return None if is_local else packages.plan_unless_there()
 
     def login(self, python: str | None) -> JobBackend:
         """The login machine itself. Raises UsageError."""
@@ -175,10 +177,10 @@ class LaunchedJob:
         if kind == LOCAL and not rest:
             return JobBackend(LOCAL)
         if kind == SSH and rest:
-            return machines_together([login.machine(each, None) for each in rest.split(",")], None)
+            return machines_together([login.machine(host, None) for host in rest.split(",")], None)
         if kind in (SLURM, RAY):
-            where, _, api = rest.partition(",")
-            address, slash, folder = where.partition("/")
+            machine_address, _, api = rest.partition(",")
+            address, slash, folder = machine_address.partition("/")
             machine = login.machine(address, None) if address else JobBackend(LOCAL)
             shared = f"{slash}{folder}" or None
             if kind == RAY:
@@ -206,14 +208,14 @@ def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> J
     """
     from groupwise.jobs.launch.places import SSH, JobBackend
 
-    words = [str(each) for each in machines]
-    if twice := sorted({each for each in words if words.count(each) > 1}):
+    names = [str(machine) for machine in machines]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"--host: {twice[0]} is named twice, and a job runs once on each machine.")
     first, *others = machines
     if not others:
         return first
-    more = {"others": [dict(each.detail) for each in others], "meets_at": meets_at}
-    return JobBackend(SSH, {**first.detail, **more})
+    extra = {"others": [dict(other.detail) for other in others], "meets_at": meets_at}
+    return JobBackend(SSH, {**first.detail, **extra})
 
 
 def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
@@ -229,9 +231,9 @@ def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> J
     from groupwise.jobs.hosts.ray import ADDRESS
     from groupwise.jobs.launch.places import RAY, JobBackend
 
-    found = checked_address(address or ADDRESS)
+    url = checked_address(address or ADDRESS)
     detail = {**login.detail, **_shared_folder(shared)}
-    return JobBackend(RAY, detail if found == ADDRESS else {**detail, "address": found})
+    return JobBackend(RAY, detail if url == ADDRESS else {**detail, "address": url})
 
 
 def _shared_folder(folder: str | None) -> dict[str, str]:
@@ -254,19 +256,19 @@ def check_name(name: str) -> None:
         )
 
 
-def _host_key(name: str, where: Address, trust: Trust) -> str:
+def _host_key(name: str, address: Address, trust: Trust) -> str:
     """The host key in known_hosts; without one, the key that the user trusts now. Raises UsageError."""
     from groupwise.cli.fleet.reach import host_key_of
     from groupwise.jobs.hosts.keys import known_host_key
 
     if trust.fingerprint is None:
-        found = known_host_key(where.host, where.port) or known_host_key(name, where.port)
-        if found is not None:
-            return str(found)
-    seen = host_key_of(where, trust)
-    if seen.pinned is None:
+        known_key = known_host_key(address.host, address.port) or known_host_key(name, address.port)
+        if known_key is not None:
+            return str(known_key)
+    shown = host_key_of(address, trust)
+    if shown.pinned is None:
         raise UsageError(
-            f"{where.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
+            f"{address.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
             "machine's own (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and give it: --trust SHA256:…"
         )
-    return seen.pinned
+    return shown.pinned

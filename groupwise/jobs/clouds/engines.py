@@ -14,63 +14,70 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds import ray, slurm
 from groupwise.jobs.clouds.backend import Capabilities, Order
 from groupwise.jobs.clouds.machine import MachineBackend
-from groupwise.jobs.hosts.driver import Engine, Runner
+from groupwise.jobs.hosts.driver import Runner, Scheduler
 from groupwise.jobs.hosts.port import Host
-from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, RayRunner
+from groupwise.jobs.hosts.ray import ADDRESS, TOKEN_VARIABLES, RayRunner
 from groupwise.jobs.hosts.ray import NAME as RAY
 from groupwise.jobs.hosts.slurm import NAME as SLURM
 from groupwise.jobs.hosts.slurm import SlurmRunner
 from groupwise.jobs.hosts.spec import Limits
 
-LITTLE = 0.001
+ACCELERATOR_TYPE_AMOUNT = 0.001
 """Requested amount of the resource that marks Ray nodes by GPU type. Ray itself uses the same amount: so small that it never runs out."""
 
 
-class Options(Protocol):
+class MakeOptions(Protocol):
     """Makes the engine's options for a job. Raises UsageError for options that users may not set."""
 
     def __call__(
-        self, asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
+        self, place_options: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
     ) -> tuple[str, ...]: ...
 
 
-class EngineBackend(MachineBackend):
+class SchedulerBackend(MachineBackend):
     """A `Backend` that submits jobs to an engine, in whose queue they wait for resources."""
 
     capabilities = Capabilities(nodes=True, queues=True)
 
     def __init__(
-        self, name: str, runner: SlurmRunner | RayRunner, where: str, options: Options
+        self, name: str, runner: SlurmRunner | RayRunner, where: str, options: MakeOptions
     ) -> None:
         """`where`: the called machine, for messages."""
         super().__init__(name, runner, where)
-        self._engine_runner, self._options = runner, options
+        self._scheduler_runner, self._options = runner, options
 
-    async def _engine(self, order: Order) -> Engine:
-        options = self._options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
-        return Engine(await self._engine_runner.word(), options)
+    async def _scheduler(self, order: Order) -> Scheduler:
+        options = self._options(
+            order.place_options, order.gpus, order.spec.limits, nodes=order.nodes
+        )
+        return Scheduler(await self._scheduler_runner.engine_id(), options)
 
-    async def _begin_steps(self, order: Order, engine: Engine | None, root: str) -> tuple[str, ...]:
+    async def _start_steps(
+        self, order: Order, engine: Scheduler | None, root: str
+    ) -> tuple[str, ...]:
         assert engine is not None
-        runner, options = self._engine_runner, engine.options
-        gives = f"give it to {runner.title}, with {' '.join(options)}"
-        says = await runner.try_options(options)
-        return f"lay {order.name} out below {root}, and {gives}", f"{runner.title} says: {says}"
+        runner, options = self._scheduler_runner, engine.options
+        submit_step = f"give it to {runner.title}, with {' '.join(options)}"
+        verdict = await runner.try_options(options)
+        return (
+            f"lay {order.name} out below {root}, and {submit_step}",
+            f"{runner.title} says: {verdict}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class SchedulerClient:
     """The runner of a machine that submits to an engine, and calls that only this engine answers."""
 
     runner: Runner
-    ask: Callable[[], Awaitable[object]]
+    ping: Callable[[], Awaitable[object]]
     """Call the engine. Raises HostUnreachable if it does not answer."""
     try_options: Callable[[Sequence[str]], Awaitable[str]]
     """Make the engine validate a job with these options without creating it; returns its message. Raises HostUnreachable, RunnerRefused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SchedulerAddress:
     """How to reach an engine."""
 
     host: Host
@@ -84,7 +91,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
+class SchedulerRequest:
     """The resources that a fleet's job requests on one machine."""
 
     gpus: int = 0
@@ -98,57 +105,65 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineKind:
+class SchedulerKind:
     """A kind of engine."""
 
     title: str
     """Its name in messages."""
-    door: Callable[[Way], Door]
-    options: Callable[[EngineRequest], tuple[str, ...]]
+    connect: Callable[[SchedulerAddress], SchedulerClient]
+    options: Callable[[SchedulerRequest], tuple[str, ...]]
     """The engine's options for a job. Raises UsageError for options that do not exist, or that users may not set."""
     check_address: Callable[[str], object]
     """Check an address that a user wrote. Raises UsageError if it is invalid."""
-    variables: tuple[str, ...] = ()
+    credential_variables: tuple[str, ...] = ()
     """Environment variables of the called machine that calls to this engine use. Some contain secrets, which no other engine may get."""
 
 
-def _slurm(way: Way) -> Door:
-    runner = SlurmRunner(way.host, root=way.root, python=way.python, tended=True)
-    return Door(runner, runner.jobs, runner.try_options)
+def _connect_slurm(address: SchedulerAddress) -> SchedulerClient:
+    runner = SlurmRunner(
+        address.host, root=address.root, python=address.python, caller_watches=True
+    )
+    return SchedulerClient(runner, runner.jobs, runner.try_options)
 
 
-def _sbatch_options(request: EngineRequest) -> tuple[str, ...]:
-    asks = {
+def _sbatch_options(request: SchedulerRequest) -> tuple[str, ...]:
+    place_options = {
         "cpus": request.cpus,
         "memory": None if request.ram_mb is None else f"{request.ram_mb}M",
         "gpu": request.gpu_model,
         "options": request.options,
     }
-    return slurm.sbatch_options(asks, request.gpus, request.limits)
+    return slurm.sbatch_options(place_options, request.gpus, request.limits)
 
 
-def _no_address(word: str) -> None:
-    raise UsageError(f"--address {word}: Slurm is found by its programs, and has none.")
+def _reject_address(text: str) -> None:
+    raise UsageError(f"--address {text}: Slurm is found by its programs, and has none.")
 
 
-def _ray(way: Way) -> Door:
-    address = (way.address or ADDRESS).rstrip("/")
-    runner = RayRunner(way.host, root=way.root, python=way.python, tended=True, address=address)
+def _connect_ray(scheduler: SchedulerAddress) -> SchedulerClient:
+    address = (scheduler.address or ADDRESS).rstrip("/")
+    runner = RayRunner(
+        scheduler.host,
+        root=scheduler.root,
+        python=scheduler.python,
+        caller_watches=True,
+        address=address,
+    )
 
-    return Door(runner, runner.free, runner.try_options)
+    return SchedulerClient(runner, runner.free_resources, runner.try_options)
 
 
-def _ray_options(request: EngineRequest) -> tuple[str, ...]:
+def _ray_options(request: SchedulerRequest) -> tuple[str, ...]:
     resources = ray.resources_of(request.options)
     if request.gpus and request.gpu_model:
-        resources.setdefault(f"accelerator_type:{request.gpu_model}", LITTLE)
+        resources.setdefault(f"accelerator_type:{request.gpu_model}", ACCELERATOR_TYPE_AMOUNT)
     memory = None if request.ram_mb is None else request.ram_mb * 10**6
-    asks = {"cpus": request.cpus, "memory": memory, "resources": resources}
-    return ray.ray_options(asks, request.gpus, request.limits)
+    place_options = {"cpus": request.cpus, "memory": memory, "resources": resources}
+    return ray.ray_options(place_options, request.gpus, request.limits)
 
 
-ENGINES: Mapping[str, EngineKind] = {
-    SLURM: EngineKind("Slurm", _slurm, _sbatch_options, _no_address),
-    RAY: EngineKind("Ray", _ray, _ray_options, ray.checked_address, TOKENS),
+SCHEDULERS: Mapping[str, SchedulerKind] = {
+    SLURM: SchedulerKind("Slurm", _connect_slurm, _sbatch_options, _reject_address),
+    RAY: SchedulerKind("Ray", _connect_ray, _ray_options, ray.checked_address, TOKEN_VARIABLES),
 }
 """Engines by the names in a fleet's rows."""

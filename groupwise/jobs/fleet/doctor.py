@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.findings import Finding, Findings, Level, OnFinding, Report
 from groupwise.core.terminal.quantities import byte_size
-from groupwise.jobs.clouds.engines import Door
+from groupwise.jobs.clouds.engines import SchedulerClient
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import packing
@@ -49,7 +49,7 @@ from groupwise.jobs.fleet.store.tables import GPU
 from groupwise.jobs.fleet.verbs import keys, status
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 
@@ -421,7 +421,7 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
 
 
 async def _of_elastic(
-    name: str, runner: Runner, engine: Elastic, door: Door | None
+    name: str, runner: Runner, engine: Elastic, door: SchedulerClient | None
 ) -> list[Finding]:
     """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
     environment of jobs, but not where they run."""
@@ -539,7 +539,7 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
         state = await runner.launch(Launch(job, 1, spec))
         alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
         while state.state in alive and time.monotonic() - began < PROBE_TIMEOUT:
-            known = Known(state.state, state.log_size, clock=state.clock)
+            known = KnownState(state.state, state.log_size, clock=state.clock)
             for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
                 state = each
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()

@@ -240,7 +240,7 @@ class Hosts:
         """Mark connections kept open to this machine as possibly dead."""
         known = self._kept.get(vm_id)
         if known is not None and isinstance(known[1], SshHost):
-            known[1].doubt()
+            known[1].note_restart()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
         """Close connections to all machines but these, and those that were replaced."""

@@ -42,7 +42,7 @@ async def fleet(
     cluster: Ray, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ClusterFleet]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", cluster.token)
-    monkeypatch.setattr(engines, "LOOK_SECONDS", PACE.interval)
+    monkeypatch.setattr(engines, "POLL_SECONDS", PACE.interval)
     database = connect(copied(migrated_file, tmp_path))
     said = cluster.folder / "said"
     made = ClusterFleet(database, tmp_path, lambda: said.read_text()[-2000:], PACE)

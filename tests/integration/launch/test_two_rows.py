@@ -19,7 +19,7 @@ async def fleet(
     migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ClusterFleet]:
     monkeypatch.setenv("SLURM_CONF", str(slurm.shared().configuration))
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(engines, "POLL_SECONDS", 0.3)
     database = connect(copied(migrated_file, tmp_path))
     made = ClusterFleet(database, tmp_path)
     try:

@@ -91,7 +91,7 @@ class ModalPort(Protocol):
         """Deploy the app of this image. May be repeated."""
         ...
 
-    async def desk(self, what: str, *arguments: Any) -> Any:
+    async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
         """Send a request to the coordinator; see `coordinator.py`."""
         ...
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from groupwise.core.backoff import Backoff
 from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Runner
+from groupwise.jobs.hosts.driver import KnownState, Runner
 from groupwise.jobs.hosts.port import HostError
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Watch:
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
         known = {
-            name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
+            name: KnownState(last.state, last.log_size, last.checkpoints, last.step, last.clock)
             for name, listener in self.listeners.items()
             if listener.hearing and (last := listener.last) and last.state in CHANGEABLE
         }
@@ -166,7 +166,7 @@ class Watch:
             await self._rest(max(0.0, asked_at + pause - time.monotonic()))
 
 
-def _differs(state: MemberState, known: Known) -> bool:
+def _differs(state: MemberState, known: KnownState) -> bool:
     found = (state.state, state.log_size, state.checkpoints, state.step)
     return found != (known.state, known.log_size, known.checkpoints, known.step)
 

@@ -249,7 +249,7 @@ def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState
             job, epoch = match.group(1), int(match.group(2))
             if epoch <= MOST_EPOCH:
                 bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
-    there = (each for each in seen.attempts if each.lives or each.may_begin)
+    there = (each for each in seen.attempts if each.is_alive or each.may_start)
     living = [*there, *bare.values()]
     known = records.known_jobs(session, vm_id, {e.job for e in living}) if living else {}
     found: list[MemberState] = []
@@ -319,7 +319,7 @@ def _about_key(vm: VM, host_key: keys.HostKey) -> str:
 
 def _fingerprint(key: str | None) -> str | None:
     try:
-        return None if key is None else keys.parse(key).fingerprint
+        return None if key is None else keys.parse_host_key(key).fingerprint
     except UsageError:  # a row that was written by hand
         return "unreadable"
 

@@ -346,7 +346,7 @@ def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
 
 def in_process(here: Machine, what: str = "artefacts") -> answers.WorkTree:
     body = here.body("manifest", job="job", epoch=1, what=what)
-    return answers.work_tree(verb_manifest(Root(str(here.root)), body, io.BytesIO())[0])
+    return answers.parse_work_tree(verb_manifest(Root(str(here.root)), body, io.BytesIO())[0])
 
 
 # --- what takes long ----------------------------------------------------------------------------

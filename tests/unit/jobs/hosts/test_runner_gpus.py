@@ -226,7 +226,7 @@ def test_shares_fit_beside_each_other(here: Machine) -> None:
     assert here.status("two")["state"] == "running"
     told = here.sh("true", job="three", gpus=[A], share_mb=1)["refused"]
     assert (told["code"], told["holder"]) == ("gpu_busy", "one.1, two.1")
-    one = answers.member_state(here.status("one"))
+    one = answers.parse_member_state(here.status("one"))
     assert (one.gpus, one.share_mb, one.slot) == ((A,), 600, None)
     assert here.sh("true", job="whole", gpus=[A])["refused"]["code"] == "gpu_busy"
     here.ask("kill", job="one", epoch=1, grace=0)
