@@ -15,7 +15,6 @@ from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
 from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan, Status
-from groupwise.jobs.clouds.engines import SchedulerBackend
 from groupwise.jobs.clouds.folder import INCOMING
 from groupwise.jobs.clouds.gang import NODES, GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
@@ -23,6 +22,7 @@ from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.port import ModalPort
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.schedulers import SchedulerBackend
 from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobStore

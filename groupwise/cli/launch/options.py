@@ -215,7 +215,7 @@ class RentalOptions:
     ] = False
 
     def place_options(self) -> dict[str, Any]:
-        """The given options, in the form of `Order.asks`."""
+        """The given options, in the form of `Order.place_options`."""
         from groupwise.jobs.clouds.backend import KEEP_ON_FAILURE, TERMINATE_AFTER
 
         options = {TERMINATE_AFTER: self.terminate_after, KEEP_ON_FAILURE: self.keep_on_failure}

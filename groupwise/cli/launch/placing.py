@@ -47,9 +47,8 @@ def launch(
 ) -> None:
     """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run.
 
-    `environment` is built at the place; None: the place has one. `asks`: options that only this kind of place understands. `gpus` and
-    `hours` replace those of the options, if the place has its own.
-    """
+    `environment` is built at the place; None: the place has one. `place_options`: options that only this kind of place understands. `gpus`
+    and `hours` replace those of the options, if the place has its own. """
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
 

@@ -43,7 +43,7 @@ def call_backend(place: JobBackend, question: Callable[[Backend], Awaitable[Resu
 
 
 async def find(backend: Backend, name: str) -> Handle:
-    """The job's newest attempt. Raises NotHere."""
+    """The job's newest attempt. Raises JobNotFound."""
     handle = await backend.find(name)
     if handle is None:
         from groupwise.jobs.clouds.backend import JobNotFound
@@ -55,7 +55,7 @@ async def find(backend: Backend, name: str) -> Handle:
 
 
 def report_rented(note: Note, suffix: str = "") -> None:
-    """List the machines that are paid for because of this job, after a failure or if the job is not watched. `beside`: text added to each
+    """List the machines that are paid for because of this job, after a failure or if the job is not watched. `suffix`: text added to each
     line.
     """
     from groupwise.jobs.clouds.backend import CloudError, Renting
@@ -95,7 +95,7 @@ def watch(
 ) -> None:
     """Watch a job until it has ended, report the outcome, and exit with its exit code. `stop`: Ctrl-C ends the job.
 
-    `again` starts another attempt; it is called once if the job's machine was taken away.
+    `start_attempt` starts another attempt; it is called once if the job's machine was taken away.
     """
     from groupwise.jobs.clouds.backend import Outcome
     from groupwise.jobs.hosts.failures import FailureClass

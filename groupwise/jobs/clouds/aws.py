@@ -219,9 +219,9 @@ class AwsBackend:
             )
             name, reason = machine.tags["job"], result.err.strip() or f"code {result.code}"
             raise CloudError(
-                f"{machine.id} ends at {ends_at}, before another attempt of {name} has had its time, and that could not be moved: {reason}. "
-                f"`groupwise launch fetch {name}` brings what it has, `groupwise launch sweep --name {name}` ends it, and `resume` goes on "
-                "on a new one then."
+                f"{machine.id} ends at {ends_at}, before another attempt of {name} has had its time, and that could not be moved: "
+                f"{reason}. `groupwise launch fetch {name}` brings what it has, `groupwise launch sweep --name {name}` ends it, and "
+                "`resume` goes on on a new one then."
             )
         await self._machines.tag(machine, {"deadline": f"{deadline:.0f}"})
 
@@ -263,7 +263,7 @@ class AwsBackend:
     ) -> Handle:
         """Start a machine and this attempt on it; if that fails for any reason, end the machine.
 
-        `before`: how many machines of this job existed when the caller found that this attempt has none.
+        `machine_count`: how many machines of this job existed when the caller found that this attempt has none.
         """
         started: list[Machine] = []
         try:

@@ -267,7 +267,7 @@ class Cost:
 
 
 TERMINATE_AFTER = "terminate_after"
-"""A key of `Order.asks` at a paid place: the job's machine is ended once its results are fetched, also after a success."""
+"""A key of `Order.place_options` at a paid place: the job's machine is ended once its results are fetched, also after a success."""
 KEEP_ON_FAILURE = "keep_on_failure"
 """Another such key: if the job or its set-up fails, the machine remains until its deadline."""
 
@@ -313,7 +313,7 @@ class Backend(Protocol):
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """Start another attempt, from the newest checkpoint, of a job whose last attempt ended without success.
 
-        Files that the place no longer has are taken from `store`. Raises NotHere, CloudError."""
+        Files that the place no longer has are taken from `store`. Raises JobNotFound, CloudError."""
         ...
 
     async def find(self, name: str) -> Handle | None:

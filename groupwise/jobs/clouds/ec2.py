@@ -166,7 +166,7 @@ class InstanceSize:
 
 @dataclass(slots=True)
 class Ec2:
-    """The required part of AWS's API in one region, through boto3. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
+    """The required part of AWS's API in one region, through boto3. Every call raises CloudError: NoCredentials, AwsRefused, Unreachable."""
 
     region: str
     profile: str | None = None

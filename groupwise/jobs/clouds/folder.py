@@ -76,13 +76,13 @@ class ResultsFolder:
         disk = shutil.disk_usage(self.folder)
         if needed and needed > disk.free - min(RESERVED_BYTES, disk.total // 20):
             raise CloudError(
-                f"{self.owner} offers {byte_size(needed)} that are not here yet, and {byte_size(disk.free)} are free where they would go, in "
-                f"{self.folder}. They are at their place; make room here, or fetch to another disk: --to DIR."
+                f"{self.owner} offers {byte_size(needed)} that are not here yet, and {byte_size(disk.free)} are free where they would go, "
+                f"in {self.folder}. They are at their place; make room here, or fetch to another disk: --to DIR."
             )
 
     def accept(self, fetched: Manifest, available: Manifest, attempt: int, *, ended: bool) -> None:
-        """Move an attempt's fetched files (`came`) to their names. `there`: all files that the place offers; once the attempt has `ended`,
-        all that it has."""
+        """Move an attempt's fetched files (`fetched`) to their names. `available`: all files that the place offers; once the attempt has
+        `ended`, all that it has."""
         offered = set(available)
         self._set_aside(fetched, offered, attempt, ended=ended)
         self._publish_files(fetched)

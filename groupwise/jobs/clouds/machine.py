@@ -260,7 +260,7 @@ class MachineBackend:
         resume: Resume | None,
         extra_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        """Start under this epoch. If an attempt with it has started already, return that one, without comparing the orders. `beside`:
+        """Start under this epoch. If an attempt with it has started already, return that one, without comparing the orders. `extra_files`:
         additional files for its working folder that are not part of the order."""
         with self._cloud_errors():
             state = await self._runner.status(order.name, epoch)
@@ -374,7 +374,7 @@ class MachineBackend:
         return _newest_of(attempts) if attempts else None
 
     async def _started_attempts(self, name: str) -> list[MemberState]:
-        """The job's attempts except those that the machine refused. Raises NotHere if there are none."""
+        """The job's attempts except those that the machine refused. Raises JobNotFound if there are none."""
         return self._only_started(name, await self._attempts(name))
 
     def _only_started(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:

@@ -69,7 +69,7 @@ def checked_address(address: str) -> str:
         is_valid = False
     if not is_valid or "," in url or "@" in url:
         raise UsageError(
-            f"--address {address.rpartition('@')[2]}: the address of Ray's dashboard is expected, as that machine reaches it: {ADDRESS}. Its "
-            "token is read there."
+            f"--address {address.rpartition('@')[2]}: the address of Ray's dashboard is expected, as that machine reaches it: {ADDRESS}. "
+            "Its token is read there."
         )
     return url

@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.findings import Finding, Findings, Level, OnFinding, Report
 from groupwise.core.terminal.quantities import byte_size
-from groupwise.jobs.clouds.engines import SchedulerClient
+from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import packing

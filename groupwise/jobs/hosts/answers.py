@@ -193,7 +193,7 @@ class MemberState:
     engine: Text | None = None
     """The engine that it was laid out for."""
     engine_says: Text = ""
-    """The end of the engine's log of the attempt; from an `EngineRunner`, the reason why it waits."""
+    """The end of the engine's log of the attempt; from an `SchedulerRunner`, the reason why it waits."""
     engine_options: Texts = ()
     """The options that were passed to the engine."""
     engine_has: bool | None = None
@@ -401,7 +401,7 @@ def _type_adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def _validate(kind: type[T], document: object, label: str) -> T:
-    """Validate an object of an answer; `where` names it in messages. Raises BadAnswer."""
+    """Validate an object of an answer; `label` names it in messages. Raises BadAnswer."""
     try:
         return _type_adapter(kind).validate_python(_without_nulls(document))
     except ValidationError as error:

@@ -36,7 +36,7 @@ DEFAULT_TIMEOUT = 30.0
 DISK_TIMEOUT = 300.0
 """Timeout in seconds of a call that reads or writes much on the machine's disk."""
 LONGEST_CALL = 86_400.0
-"""Timeout in seconds of a call that reads all data of a job; without a sign of progress it is given up after SLOW seconds."""
+"""Timeout in seconds of a call that reads all data of a job; without a sign of progress it is given up after DISK_TIMEOUT seconds."""
 LARGEST_MANIFEST, LARGEST_OF_CHECKPOINTS = 256 << 20, 32 << 20
 """Most bytes of a list of artefacts (a million files), and of a list of checkpoints (a hundred thousand files)."""
 BATCH = 8 << 20
@@ -64,7 +64,7 @@ class Scheduler:
 
     name: str
     options: tuple[str, ...] = ()
-    """Options in the engine's own format."""
+    """Options in the scheduler's own format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Launch:
     method: str | None = None
     """How the supervisor is detached; None: the best method that the machine supports."""
     engine: Scheduler | None = None
-    """The engine that starts it; None: the machine itself starts it at once."""
+    """The scheduler that starts it; None: the machine itself starts it at once."""
     python: str | None = None
     """The interpreter whose folder comes first on the command's PATH; None: that of the `Runner`."""
 
@@ -338,8 +338,8 @@ class Runner:
     async def gather(
         self, job: str, epoch: int, files: Manifest, *, timeout: float = DISK_TIMEOUT
     ) -> dict[str, bytes]:
-        """Read complete files of an attempt's work folder, at most GATHERED files and PIECE bytes together. Files that no longer match
-        `files`, or cannot be read, are left out: `read` gives the reason. A caller that keeps the files must verify their hashes."""
+        """Read complete files of an attempt's work folder, at most MAX_GATHERED_FILES files and PIECE bytes together. Files that no longer
+        match `files`, or cannot be read, are left out: `read` gives the reason. A caller that keeps the files must verify their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_attempt_key(job, epoch), "files": listed}
         max_bytes = sum(entry.size for entry in files.values())
@@ -457,7 +457,7 @@ def _list_field(answer: RunnerResponse, name: str) -> list[Any]:
 def batches_by_size(
     sized_items: Iterable[tuple[T, int]], max_bytes: int, max_items: int
 ) -> Iterator[list[T]]:
-    """Split items, each with its size in bytes, into groups of at most `most_bytes` and `most` items; a larger item is alone in its
+    """Split items, each with its size in bytes, into groups of at most `max_bytes` and `max_items` items; a larger item is alone in its
     group."""
     group: list[T] = []
     total = 0

@@ -2,7 +2,7 @@
 
 The machine lists the files (path, sha256, mode, size). Large files are fetched in pieces, small ones many in one call. Each file is
 hashed here and flushed to disk; a file that an earlier try left incomplete is continued. If a file differs from the list, it has changed
-meanwhile: that raises `Changed`, and the caller has to request the list again."""
+meanwhile: that raises `FileChanged`, and the caller has to request the list again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DiskWork(Protocol):
 
 
 def run_in_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
-    """The default `Write`."""
+    """The default `DiskWork`."""
     return asyncio.to_thread(fn)
 
 
@@ -62,7 +62,7 @@ class Fetcher:
         self._run_in_thread = write
 
     async def fetch(self, files: Manifest) -> None:
-        """Fetch all `files`. Raises Changed, HostError, OSError; what has been fetched remains for the next try."""
+        """Fetch all `files`. Raises FileChanged, HostError, OSError; what has been fetched remains for the next try."""
         sized = [(path, files[path].size) for path in sorted(files)]
         pending = batches_by_size(sized, PIECE, MAX_GATHERED_FILES)
 
@@ -103,7 +103,7 @@ class Fetcher:
             raise FileChanged(path)
 
     async def _fetch_rest(self, path: str, entry: FileEntry, offset: int) -> bool:
-        """Fetch the bytes from offset `here`. False if the result differs from the list; it is then removed."""
+        """Fetch the bytes from offset `offset`. False if the result differs from the list; it is then removed."""
         target = self._folder / path
         while offset < entry.size:
             try:

@@ -186,7 +186,7 @@ class BlobStore:
     def put_file(self, source: Path, on_progress: Callable[[int], None] | None = None) -> FileEntry:
         """Store a copy of a file. It is hashed while it is copied, so a file that changes meanwhile is stored as it was read.
 
-        `more` is called after each piece with its number of bytes."""
+        `on_progress` is called after each piece with its number of bytes."""
         digest = hashlib.sha256()
         size = 0
 
@@ -213,8 +213,8 @@ class BlobStore:
     def put_files(
         self, files: Mapping[str, Path], on_progress: Callable[[str, int], None] | None = None
     ) -> dict[str, FileEntry]:
-        """Store copies of all files; returns the manifest. `more` is called after each piece with the file's name and the piece's number of
-        bytes."""
+        """Store copies of all files; returns the manifest. `on_progress` is called after each piece with the file's name and the piece's
+        number of bytes."""
 
         def stored(name: str, path: Path) -> FileEntry:
             return self.put_file(path, None if on_progress is None else partial(on_progress, name))

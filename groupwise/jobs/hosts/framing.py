@@ -219,8 +219,8 @@ class Exchange:
         self._idle_timeout = self._deadline = 0.0
 
     def limit(self, idle_timeout: float, longest: float | None) -> asyncio.Timeout:
-        """The timeout of the call: `patience` seconds from now. With `longest`, `patience` counts from the last output, and `longest`
-        limits the whole call."""
+        """The timeout of the call: `idle_timeout` seconds from now. With `longest`, `idle_timeout` counts from the last output, and
+        `longest` limits the whole call."""
         now = asyncio.get_running_loop().time()
         limit = asyncio.timeout_at(now + idle_timeout)
         if longest is not None:

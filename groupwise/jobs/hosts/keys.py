@@ -1,6 +1,6 @@
 """SSH host keys, and host aliases of an ssh config.
 
-A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan` reads the key that a machine shows, and
+A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan_host_key` reads the key that a machine shows, and
 disconnects before the login; a person decides by the fingerprint whether it is the right key.
 
 `resolve_alias` asks OpenSSH once what an alias means: host, port, user, key, jump host. Afterwards the ssh config is never read again,

@@ -45,7 +45,8 @@ class LocalHost:
         environment: Mapping[str, str] | None = None,
         extra_variables: Iterable[str] = (),
     ) -> None:
-        """`python` runs the bootstrap with `environment`; None: with those variables of this process that are in PASSED_ON or `also`."""
+        """`python` runs the bootstrap with `environment`; None: with those variables of this process that are in PASSED_VARIABLES or
+        `extra_variables`."""
         self._command = (python, *FLAGS, "-c", BOOTSTRAP)
         if environment is None:
             names = (*PASSED_VARIABLES, *extra_variables)

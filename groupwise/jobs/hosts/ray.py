@@ -1,11 +1,11 @@
 """The runner for a machine that can reach the head of a Ray cluster: attempts are laid out on its disk, which the nodes share, and started
 as Ray jobs.
 
-`engines.py` describes when an engine is asked and how reliable its answers are. Ray is called through the HTTP API of its head (the Jobs
+`schedulers.py` describes when an engine is asked and how reliable its answers are. Ray is called through the HTTP API of its head (the Jobs
 API). The attempt's name is the job's id, so Ray has each attempt at most once. Ray keeps all its state in the head: after a restart it
 has forgotten the waiting jobs, and it gives up a job that has waited for a quarter of an hour. In both cases the next caller that reads
 the state submits the job again: the options are stored with the attempt, and its token ensures that it starts once. A caller that
-watches its attempts (`tended`) does this itself."""
+watches its attempts (`caller_watches`) does this itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from groupwise.jobs.hosts.answers import MemberState
-from groupwise.jobs.hosts.engines import SchedulerRunner, scheduler_job_name
 from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.schedulers import SchedulerRunner, scheduler_job_name
 
 NAME = "ray"
 ADDRESS = "http://127.0.0.1:8265"
@@ -75,7 +75,7 @@ class RayJob:
 
 
 class RayRunner(SchedulerRunner[RayJob]):
-    """The `EngineRunner` for Ray."""
+    """The `SchedulerRunner` for Ray."""
 
     title = "Ray"
     _engine_id: str | None = None
@@ -94,8 +94,8 @@ class RayRunner(SchedulerRunner[RayJob]):
         self.address = address
 
     async def engine_id(self) -> str:
-        """See `EngineRunner.word`. The name includes the machine: machines that share a folder may each have their own Ray under the same
-        address.
+        """See `SchedulerRunner.engine_id`. The name includes the machine: machines that share a folder may each have their own Ray under
+        the same address.
 
         No other engine uses a fleet's folder: its attempts keep the plain name, so they remain its own if Ray's address changes."""
         if self.caller_watches:
@@ -108,7 +108,7 @@ class RayRunner(SchedulerRunner[RayJob]):
         return self._engine_id
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[RayJob]:
-        """See `EngineRunner.find_jobs`."""
+        """See `SchedulerRunner.find_jobs`."""
         names = [scheduler_job_name(attempt) for attempt in attempts]
         responses = await self._call_api(
             *(("GET", _job_path(name), None) for name in names),
@@ -151,7 +151,7 @@ class RayRunner(SchedulerRunner[RayJob]):
         return f"try {options[0]}; free: {await self.free_resources()}"
 
     def _waiting_reason(self, state: MemberState, job: RayJob) -> str:
-        """See `EngineRunner._waits_for`. Lists requested and free resources, because Ray does not say what a job lacks."""
+        """See `SchedulerRunner._waiting_reason`. Lists requested and free resources, because Ray does not say what a job lacks."""
         options = _job_options(state.engine_options)
         gang: dict[str, Any] | None = options.get(GANG)
         requested: Mapping[str, float] = (
@@ -174,7 +174,7 @@ class RayRunner(SchedulerRunner[RayJob]):
         options: Sequence[str],
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """See `EngineRunner._submit`."""
+        """See `SchedulerRunner._submit`."""
         job_options = _job_options(options)
         script, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
         if (gang := job_options.pop(GANG, None)) is not None:

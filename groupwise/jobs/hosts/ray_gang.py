@@ -261,7 +261,7 @@ class Gang:
         return answer or None
 
     def _result(self, reference: Any, if_ended: Any = None) -> Any:
-        """A machine's answer; None if it does not answer at the moment, `if_gone` if its actor has ended, perhaps with its node."""
+        """A machine's answer; None if it does not answer at the moment, `if_ended` if its actor has ended, perhaps with its node."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.ActorUnavailableError:

@@ -1,10 +1,10 @@
 """The runner for a machine with Slurm's commands: attempts are laid out on its disk, which the nodes share, and started by Slurm.
 
-`engines.py` describes when an engine is asked and how reliable its answers are. For example, a controller that has just been started
+`schedulers.py` describes when an engine is asked and how reliable its answers are. For example, a controller that has just been started
 shows running jobs as pending, and a node that it has given up may still run its job.
 
 If Slurm does not answer, a caller that launches a job and leaves gets an error, and a job that Slurm has lost counts as ended. For a
-caller that watches attempts until they end, as a fleet does, such a job waits (`EngineRunner.tended`)."""
+caller that watches attempts until they end, as a fleet does, such a job waits (`SchedulerRunner.caller_watches`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.jobs.hosts.answers import MemberState, ProgramResult
-from groupwise.jobs.hosts.engines import SUBMISSION_GRACE, SchedulerRunner, scheduler_job_name
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.schedulers import SUBMISSION_GRACE, SchedulerRunner, scheduler_job_name
 
 NAME = "slurm"
 ENDED = frozenset(
@@ -50,16 +50,16 @@ class SlurmJob:
 
 
 class SlurmRunner(SchedulerRunner[SlurmJob]):
-    """The `EngineRunner` for Slurm."""
+    """The `SchedulerRunner` for Slurm."""
 
     title = "Slurm"
 
     async def engine_id(self) -> str:
-        """See `EngineRunner.word`."""
+        """See `SchedulerRunner.engine_id`."""
         return NAME
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[SlurmJob]:
-        """See `EngineRunner.find_jobs`."""
+        """See `SchedulerRunner.find_jobs`."""
         names = {scheduler_job_name(attempt) for attempt in attempts}
         return [job for job in await self.jobs() if job.name in names]
 
@@ -89,7 +89,7 @@ class SlurmRunner(SchedulerRunner[SlurmJob]):
     async def _submit(
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
-        """See `EngineRunner._submit`."""
+        """See `SchedulerRunner._submit`."""
         job_options = (
             f"--job-name={scheduler_job_name(state)}",
             f"--chdir={state.folder}",

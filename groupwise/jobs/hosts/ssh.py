@@ -168,7 +168,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._abort_timer is not None:
             self._abort_timer.cancel()
-        if self.sent:  # otherwise the call never started, and `SshHost._begin` tries again
+        if self.sent:  # otherwise the call never started, and `SshHost._open_session` tries again
             self.exchange.end_of_output()
         self.release_slot()
 

@@ -228,8 +228,8 @@ def _excluded_parent(root: Path, path: str) -> tuple[str, str] | None:
 
 
 def _exclusion_reason(root: Path, path: str, *, is_selected: bool, is_named: bool) -> str:
-    """Why a file is not sent; empty if it is. `wanted`: the user selected it, even if a run made it; `named`: the user named this very
-    file, so its content is not checked."""
+    """Why a file is not sent; empty if it is. `is_selected`: the user selected it, even if a run made it; `is_named`: the user named this
+    very file, so its content is not checked."""
     if not is_named and (reason := _secret_by_name(path)):
         return reason
     file, project = root / path, root.resolve()

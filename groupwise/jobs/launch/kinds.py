@@ -222,7 +222,7 @@ def _place_problems(row: Row) -> Iterator[str]:
 
 
 def _idle_resources(row: Row, kind: str, gpu_keys: Sequence[str]) -> Iterator[str]:
-    """Problems with machines and GPUs that would be idle. Code set by the keys in `further` may use GPUs of its own."""
+    """Problems with machines and GPUs that would be idle. Code set by the keys in `gpu_keys` may use GPUs of its own."""
     needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
     if needs.machines > 1:
         yield (
@@ -285,7 +285,7 @@ def _flatten(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overrides(hyperparams: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
-    """The hyperparams as config overrides; problems with them are appended to `found`."""
+    """The hyperparams as config overrides; problems with them are appended to `problems`."""
     overrides: list[str] = []
     for name, value in hyperparams.items():
         if not _KEY.fullmatch(name):

@@ -67,7 +67,7 @@ class LaunchRequest:
     environment: Plan | None = None
     """The environment to install at the place; None: the place has one already."""
     results: tuple[str, ...] = ()
-    """Paths in the working folder that are fetched in addition to RESULTS."""
+    """Paths in the working folder that are fetched in addition to DEFAULT_RESULTS."""
     take: tuple[str, ...] = ()
     """Paths in the project that are sent although git ignores them or a run made them."""
     needs: tuple[str, ...] = ()
@@ -99,8 +99,8 @@ def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
     project = bundle(request.project, request.secrets, request.take)
     if any(PurePosixPath(path).parts[0] == OWN_FOLDER for path in project.files):
         raise UsageError(
-            f"{project.root / OWN_FOLDER} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
-            "or name it in .gitignore."
+            f"{project.root / OWN_FOLDER} travels with the project, and the job needs a folder of this name for itself: give yours another "
+            "name, or name it in .gitignore."
         )
     _refuse_missing(project, request.needs, is_remote=request.is_remote)
     refuse_shown_secrets(request.command, request.secrets)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.jobs.clouds.backend import Backend
-from groupwise.jobs.clouds.engines import SchedulerBackend
 from groupwise.jobs.clouds.gang import GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.schedulers import SchedulerBackend
 from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.local import LocalHost
@@ -166,7 +166,7 @@ def _modal_backend(place: JobBackend) -> Backend:
 
 
 def _called_host(place: JobBackend, variables: Iterable[str] = ()) -> tuple[Host, str, str]:
-    """The machine as a host, its name in messages, and its interpreter. `also`: variables to pass on to a runner on this machine."""
+    """The machine as a host, its name in messages, and its interpreter. `variables`: variables to pass on to a runner on this machine."""
     host, where = (
         (LocalHost(extra_variables=variables), "this machine")
         if place.is_here

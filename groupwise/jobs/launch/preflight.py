@@ -43,8 +43,8 @@ def check_verb(words: Sequence[str]) -> None:
     if not words or words[0] not in VERBS:
         problem = f"`{words[0]}` is none" if words else "there is nothing"
         raise UsageError(
-            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {problem}. Any other program is launched as a script of the "
-            "project: --script PATH."
+            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {problem}. Any other program is launched as a script of "
+            "the project: --script PATH."
         )
     for word in NOT_FOR_JOBS:
         if word in words:
@@ -81,7 +81,8 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"`groupwise {shlex.join(words)}` did not say what it would do within {DRY_RUN_TIMEOUT:.0f} s. --no-preflight launches it untried."
+            f"`groupwise {shlex.join(words)}` did not say what it would do within {DRY_RUN_TIMEOUT:.0f} s. "
+            "--no-preflight launches it untried."
         ) from None
     if result.returncode:
         message = result.stderr.decode(errors="replace").strip() or f"exit code {result.returncode}"

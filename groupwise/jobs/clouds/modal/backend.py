@@ -1,6 +1,6 @@
 """Modal as a backend: a machine whose disk is a Modal volume, and whose jobs are started by Modal calls, each with its own GPU.
 
-`asks` of an order: gpu (Modal's name for it), timeout (seconds of a call), image (name, python, and files: its entries in the blob
+`place_options` of an order: gpu (Modal's name for it), timeout (seconds of a call), image (name, python, and files: its entries in the blob
 store).
 """
 
@@ -127,8 +127,8 @@ class ModalBackend(MachineBackend):
         )
         return Cost(
             round(price * seconds / 3600, 2),
-            f"{seconds:.0f} s of {max(1, order.gpus)} {order.place_options['gpu']} at list prices of {PRICED_AT}, from the first call's beginning "
-            f"to each attempt's end, without processors and memory{uncounted}; Modal's bill is what counts",
+            f"{seconds:.0f} s of {max(1, order.gpus)} {order.place_options['gpu']} at list prices of {PRICED_AT}, from the first call's "
+            f"beginning to each attempt's end, without processors and memory{uncounted}; Modal's bill is what counts",
         )
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:

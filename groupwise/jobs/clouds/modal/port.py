@@ -18,7 +18,7 @@ NAME = "modal"
 ROOT = "groupwise-launch"
 """The runner's folder on the volume."""
 NAMED = "secrets"
-"""The key of `Order.asks` whose value becomes `Call.named`."""
+"""The key of `Order.place_options` whose value becomes `Call.named`."""
 MOST_SECONDS = 86_400
 """The longest timeout of a call that Modal allows, in seconds."""
 SPARE_SECONDS = 180.0

@@ -20,14 +20,6 @@ from typing import Any
 from groupwise.jobs.clouds.modal.port import NAME, ROOT, Call, ModalPort
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Runner, Scheduler
-from groupwise.jobs.hosts.engines import (
-    MAX_HEARTBEAT_AGE,
-    SUBMISSION_GRACE,
-    UNSURE_STATES,
-    SchedulerRunner,
-    as_running,
-    scheduler_job_name,
-)
 from groupwise.jobs.hosts.framing import (
     AnswerReader,
     checked_answer,
@@ -40,6 +32,14 @@ from groupwise.jobs.hosts.port import (
     OutcomeUnknown,
     Request,
     RunnerResponse,
+)
+from groupwise.jobs.hosts.schedulers import (
+    MAX_HEARTBEAT_AGE,
+    SUBMISSION_GRACE,
+    UNSURE_STATES,
+    SchedulerRunner,
+    as_running,
+    scheduler_job_name,
 )
 
 COLD = 120.0
@@ -75,7 +75,7 @@ class CoordinatorHost:
 
 @dataclass(frozen=True, slots=True)
 class ModalTurn:
-    """The calls that Modal has for one stint of an attempt: an `EngineJob`."""
+    """The calls that Modal has for one stint of an attempt: an `SchedulerJob`."""
 
     name: str
     number: int
@@ -89,7 +89,7 @@ class ModalTurn:
 
     @property
     def is_alive(self) -> bool:
-        """See `EngineJob.lives`."""
+        """See `SchedulerJob.is_alive`."""
         return bool(self.waits_for)
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class ModalTurn:
 
 
 class ModalRunner(SchedulerRunner[ModalTurn]):
-    """The `EngineRunner` for Modal. A `launch` with an engine made by `engine_of` spawns a call for the attempt."""
+    """The `SchedulerRunner` for Modal. A `launch` with an engine made by `scheduler_of` spawns a call for the attempt."""
 
     title = "Modal"
     carries_secrets = True
@@ -108,11 +108,11 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
         self.port, self._every = port, every
 
     async def engine_id(self) -> str:
-        """See `EngineRunner.word`."""
+        """See `SchedulerRunner.engine_id`."""
         return NAME
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[ModalTurn]:
-        """See `EngineRunner.find_jobs`: the turn of each attempt, including attempts for which no call was spawned yet."""
+        """See `SchedulerRunner.find_jobs`: the turn of each attempt, including attempts for which no call was spawned yet."""
         by_name = {f"{state.job}.{state.epoch}": state for state in attempts}
         keys = [[state.job, state.epoch] for state in by_name.values()]
         turns: dict[str, dict[str, Any]] = await self.port.call_coordinator("turns", keys)
@@ -145,7 +145,7 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
     async def _submit(
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
-        """See `EngineRunner._submit`."""
+        """See `SchedulerRunner._submit`."""
         call = replace(Call(**json.loads(options[0])), job=state.job, epoch=state.epoch)
         spawned = await self.port.spawn(call, secrets)
         turn = await self.port.call_coordinator(
@@ -204,7 +204,8 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
         return state.engine is not None and state.state in UNSURE_STATES
 
     async def _judge(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
-        """See `EngineRunner._judge`. If no call lives, read the files again: they may have a last commit, or the turn of the next call."""
+        """See `SchedulerRunner._judge`. If no call lives, read the files again: they may have a last commit, or the turn of the next
+        call."""
         [turn] = jobs
         for _ in range(TURNS):
             if turn.is_alive:
@@ -226,7 +227,7 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
 
 
 def scheduler_of(call: Call) -> Scheduler:
-    """The `Engine` to pass to `launch` for this call."""
+    """The `Scheduler` to pass to `launch` for this call."""
     return Scheduler(NAME, (json.dumps(call.document()),))
 
 

@@ -87,7 +87,7 @@ class ContainerContext:
 
 
 def work(call: Call, call_id: str, secrets: Mapping[str, str], context: ContainerContext) -> str:
-    """Run a call of the worker; returns how it ended, which Modal shows on its pages. `me`: the id of this call."""
+    """Run a call of the worker; returns how it ended, which Modal shows on its pages. `call_id`: the id of this call."""
     turn = context.call_coordinator("take", call.job, call.epoch, call.number, call_id)
     if turn is None:
         return "it is another call's turn, or the job is over"

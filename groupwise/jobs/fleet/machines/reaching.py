@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.jobs.clouds.engines import SCHEDULERS, SchedulerClient, SchedulerKind
-from groupwise.jobs.clouds.engines import SchedulerAddress as WayToEngine
+from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerClient, SchedulerKind
+from groupwise.jobs.clouds.schedulers import SchedulerAddress as WayToEngine
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.keys import HostKey

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from groupwise.api.schemas.fleet import EngineBody
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
-from groupwise.jobs.clouds.engines import SCHEDULERS, SchedulerRequest
+from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerRequest
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.hosts.driver import Scheduler
 from groupwise.jobs.hosts.spec import Limits

@@ -260,8 +260,8 @@ class Hashes:
         self.save_at = time.monotonic() + SAVE_INTERVAL
 
     def of(self, path: str) -> str | None:
-        """A file's hash; None if the file changed while it was read. Raises OSError if it cannot be read, Refusal if it is no plain file
-        any more."""
+        """A file's hash; None if the file changed while it was read. Raises OSError if it cannot be read, RequestRejected if it is no plain
+        file any more."""
         with open(open_regular(self.work, path), "rb") as file:
             original = file_identity(os.fstat(file.fileno()))
             entry = as_list(self.entries.get(path))

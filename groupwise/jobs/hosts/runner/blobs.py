@@ -63,8 +63,8 @@ def hash_of(file: BinaryIO) -> str:
 
 
 def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None = None) -> None:
-    """Read `size` bytes and store them if their hash is `sha`, else raise Refusal. The caller holds a shared lock of the blobs. `by`
-    replaces this process's id in the temporary name: the next request with that name then overwrites an incomplete file."""
+    """Read `size` bytes and store them if their hash is `sha`, else raise RequestRejected. The caller holds a shared lock of the blobs.
+    `by` replaces this process's id in the temporary name: the next request with that name then overwrites an incomplete file."""
     folder = make_folder(os.path.dirname(root.blob(sha)))
     temporary = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
     digest, remaining = hashlib.sha256(), size
@@ -105,7 +105,8 @@ def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[N
 
 
 def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
-    """Make an independent copy: a clone if the file system supports it, else a verified copy. Raises Refused if the blob is damaged."""
+    """Make an independent copy: a clone if the file system supports it, else a verified copy. Raises LaunchRefused if the blob is
+    damaged."""
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
@@ -185,7 +186,7 @@ class JoinedFiles:
         self.file: BinaryIO | None = None
 
     def read(self, size: int) -> bytes:
-        """Read at most `most` bytes from the current file; empty at the end of the last file."""
+        """Read at most `size` bytes from the current file; empty at the end of the last file."""
         while True:
             if self.file is None:
                 if not self.paths:

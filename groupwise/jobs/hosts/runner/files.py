@@ -42,7 +42,7 @@ def open_plain(path: str, flags: int = os.O_RDONLY) -> int:
 
 
 def read_plain(path: str, max_bytes: int) -> bytes:
-    """Read a plain file, at most `most` bytes."""
+    """Read a plain file, at most `max_bytes` bytes."""
     fd, content = open_plain(path), bytearray()
     try:
         while len(content) < max_bytes:
@@ -64,7 +64,7 @@ def read_text(path: str, max_bytes: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: str, max_bytes: int = LARGEST_RECORD) -> dict[str, Any] | None:
-    """A JSON object from a file; None if the file is missing, damaged or longer than `most`."""
+    """A JSON object from a file; None if the file is missing, damaged or longer than `max_bytes`."""
     try:
         data = read_plain(path, max_bytes + 1)
         return as_object(parse_json(data)) if len(data) <= max_bytes else None

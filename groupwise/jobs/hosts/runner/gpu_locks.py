@@ -46,7 +46,7 @@ def resolve_gpus(order: LaunchRequest) -> str:
 
 
 def resolve_gpu(order: LaunchRequest, report: GpuReport, uuid: str) -> str:
-    """One GPU's index or MIG name. Raises Refused if the GPU is missing, faulty, or in use."""
+    """One GPU's index or MIG name. Raises LaunchRefused if the GPU is missing, faulty, or in use."""
     device = next((d for g in report.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
     gpu = report.gpu(uuid)
     if gpu is None and device is None:
@@ -78,7 +78,7 @@ def resolve_gpu(order: LaunchRequest, report: GpuReport, uuid: str) -> str:
 
 
 def take_gpus(order: LaunchRequest) -> list[int]:
-    """Take the locks of all GPUs and of the slot, or none of them. Raises Refused."""
+    """Take the locks of all GPUs and of the slot, or none of them. Raises LaunchRefused."""
     locked: list[int] = []
     try:
         for uuid in sorted(order.gpus):
@@ -94,7 +94,7 @@ def take_gpus(order: LaunchRequest) -> list[int]:
 
 
 def take_named_lock(path: str, name: str, label: str, mode: int = fcntl.LOCK_EX) -> int:
-    """Take a lock; write the holder's name into the file of an exclusive one. Raises Refused."""
+    """Take a lock; write the holder's name into the file of an exclusive one. Raises LaunchRefused."""
     fd = take_lock(path, mode, GPU_LOCK_TIMEOUT)
     if fd is None:
         holder = read_text(path).strip() or "another attempt"

@@ -97,7 +97,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
 
 
 def enqueue(order: LaunchRequest) -> None:
-    """Create the attempt's folder with all files that the engine needs to start it. Raises Refused."""
+    """Create the attempt's folder with all files that the engine needs to start it. Raises LaunchRefused."""
     blobs_lock = lock_blobs(order)
     try:
         state = {"phase": "queued", **order.first_state()}
@@ -107,7 +107,8 @@ def enqueue(order: LaunchRequest) -> None:
 
 
 def lock_blobs(order: LaunchRequest) -> int:
-    """Lock the blobs against removal by `sweep`. Raises Refusal `busy` if a sweep is running, or if a blob of this launch is missing."""
+    """Lock the blobs against removal by `sweep`. Raises RequestRejected `busy` if a sweep is running, or if a blob of this launch is
+    missing."""
     lock = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_TIMEOUT)
     if lock is None or order.missing():
         raise RequestRejected("busy", "blobs are being swept; ask again")
@@ -140,7 +141,7 @@ def fill_queued(order: LaunchRequest, folder: str) -> None:
 
 def start_supervisor(order: LaunchRequest, visible: str | None) -> int:
     """Take locks, create the folder, fork the supervisor. Returns a pipe that becomes readable once the attempt's state is known. Raises
-    Refused."""
+    LaunchRefused."""
     locks = take_gpus(order)
     blobs_lock = lock_blobs(order)
     lock = claim(order.attempt, {"phase": "claimed", **order.first_state()}, order.last_contact)

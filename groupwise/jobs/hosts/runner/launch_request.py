@@ -64,8 +64,8 @@ LARGEST_TOKEN = 256 << 20
 
 
 class LaunchRequest:
-    """A checked launch request. A malformed request raises Refusal. A well-formed one that is not possible raises Refused, which becomes
-    the final result of its epoch."""
+    """A checked launch request. A malformed request raises RequestRejected. A well-formed one that is not possible raises LaunchRefused,
+    which becomes the final result of its epoch."""
 
     def __init__(self, root: Root, body: dict[str, Any]) -> None:
         self.root, self.body = root, body
@@ -103,7 +103,7 @@ class LaunchRequest:
             )
 
     def check(self) -> None:
-        """Check the spec. Raises Refused with a list of all problems."""
+        """Check the spec. Raises LaunchRefused with a list of all problems."""
         if self.engine and (self.gpus or self.slot is not None or self.deadman is not None):
             raise RequestRejected(
                 "bad_request", "GPUs and slots are the engine's, and it has no deadman"
@@ -200,8 +200,8 @@ class LaunchRequest:
 
 
 def check_free_space(order: LaunchRequest) -> None:
-    """Check free disk space and memory; raises Refused if there is too little. With an engine check the disk only: the job uses another
-    machine's memory."""
+    """Check free disk space and memory; raises LaunchRefused if there is too little. With an engine check the disk only: the job uses
+    another machine's memory."""
     load = load_of(order.root)
     disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
     ram = None if order.engine else ram
@@ -216,7 +216,8 @@ def check_free_space(order: LaunchRequest) -> None:
 
 
 def check_program(order: LaunchRequest) -> None:
-    """Check that the command's program exists; raises Refused if not. A relative path is not checked: it names one of the job's files."""
+    """Check that the command's program exists; raises LaunchRefused if not. A relative path is not checked: it names one of the job's
+    files."""
     program = order.spec["arguments"][0]
     if "/" in program and not os.path.isabs(program):
         return

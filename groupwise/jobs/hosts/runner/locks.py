@@ -20,7 +20,7 @@ LOCK_TIMEOUT = 10.0
 
 
 def take_lock(path: str, mode: int = fcntl.LOCK_EX, timeout: float = 0.0) -> int | None:
-    """Take a lock. Returns the open file that holds it; None if another process holds it for all of `patience` seconds."""
+    """Take a lock. Returns the open file that holds it; None if another process holds it for all of `timeout` seconds."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline = time.monotonic() + timeout
     while True:
@@ -73,8 +73,8 @@ def one_at_a_time(folder: str) -> Generator[None, None, None]:
 
 
 class HeldLock:
-    """A lock for the duration of a `with`, released explicitly: a child that was forked meanwhile would otherwise keep it. Raises Refusal
-    `busy`."""
+    """A lock for the duration of a `with`, released explicitly: a child that was forked meanwhile would otherwise keep it. Raises
+    RequestRejected `busy`."""
 
     def __init__(self, path: str, mode: int = fcntl.LOCK_EX) -> None:
         self.path, self.mode = path, mode

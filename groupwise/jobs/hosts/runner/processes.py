@@ -168,14 +168,14 @@ class AttemptProcesses:
         return frozenset(descendants)
 
     def terminate(self, except_session: int) -> None:
-        """Send TERM to all processes except those in the session `but_session`, which got it before: some programs react differently to a
-        second TERM."""
+        """Send TERM to all processes except those in the session `except_session`, which got it before: some programs react differently to
+        a second TERM."""
         for p in self.alive().values():
             if p.session != except_session:
                 send_signal(p.pid, p.ticks, signal.SIGTERM)
 
     def kill(self, timeout: float) -> dict[int, Process]:
-        """Send KILL repeatedly until no process is left or `patience` seconds have passed; returns the remaining processes."""
+        """Send KILL repeatedly until no process is left or `timeout` seconds have passed; returns the remaining processes."""
         deadline = time.monotonic() + timeout
         while True:
             self.cgroups.kill()
@@ -188,7 +188,7 @@ class AttemptProcesses:
 
 
 def reap_adopted(except_pid: int | None = None) -> None:
-    """Reap orphans that this process has adopted. `but`: the pid of a child that must stay a zombie."""
+    """Reap orphans that this process has adopted. `except_pid`: the pid of a child that must stay a zombie."""
     while True:
         try:
             exit_info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

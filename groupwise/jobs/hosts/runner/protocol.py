@@ -137,7 +137,7 @@ if TYPE_CHECKING:
         """A source of a blob's bytes: an open file or the payload of a request."""
 
         def read(self, size: int, /) -> bytes:
-            """Read at most `most` bytes; empty at the end."""
+            """Read at most `size` bytes; empty at the end."""
             ...
 
     VerbAnswer = tuple[dict[str, Any], bytes]
@@ -213,7 +213,7 @@ def as_bytes(document: dict[str, Any]) -> bytes:
 
 
 def text_of(body: dict[str, Any], name: str) -> str:
-    """A field that must be a string. Raises Refusal `bad_request`."""
+    """A field that must be a string. Raises RequestRejected `bad_request`."""
     value = body[name]
     if not isinstance(value, str):
         raise RequestRejected("bad_request", f"{name}: text is expected")
@@ -221,7 +221,7 @@ def text_of(body: dict[str, Any], name: str) -> str:
 
 
 def count_of(body: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A field that must be a non-negative integer. Raises Refusal `bad_request`."""
+    """A field that must be a non-negative integer. Raises RequestRejected `bad_request`."""
     value = body.get(name, default)
     if type(value) is not int or value < 0:
         raise RequestRejected("bad_request", f"{name}: a whole number from 0 is expected")
@@ -229,7 +229,7 @@ def count_of(body: dict[str, Any], name: str, default: int | None = None) -> int
 
 
 def seconds_of(body: dict[str, Any], name: str, default: float) -> float:
-    """A field that must be a number of seconds. Raises Refusal `bad_request`."""
+    """A field that must be a number of seconds. Raises RequestRejected `bad_request`."""
     value = body.get(name)
     if value is None:
         return default
@@ -239,7 +239,7 @@ def seconds_of(body: dict[str, Any], name: str, default: float) -> float:
 
 
 def is_count(value: Any, largest: int = 1 << 62) -> bool:
-    """True for an integer from 0 to `most`."""
+    """True for an integer from 0 to `largest`."""
     return type(value) is int and 0 <= value <= largest
 
 
@@ -278,7 +278,7 @@ def is_utf8(text: str) -> bool:
 
 
 def shas_of(body: dict[str, Any], name: str) -> list[str]:
-    """A list of hashes from a request. Raises Refusal `bad_request`."""
+    """A list of hashes from a request. Raises RequestRejected `bad_request`."""
     hashes = [str(sha) for sha in body[name]]
     if not all(SHA256.fullmatch(sha) for sha in hashes):
         raise RequestRejected("bad_request", f"{name}: sha256 in hex are expected")
@@ -286,13 +286,13 @@ def shas_of(body: dict[str, Any], name: str) -> list[str]:
 
 
 def blobs_of(entries: Sequence[Any], name: str) -> list[tuple[str, int]]:
-    """SHA-256 and size in bytes of each blob in a field. Raises Refusal `bad_request`."""
+    """SHA-256 and size in bytes of each blob in a field. Raises RequestRejected `bad_request`."""
     shas = shas_of({name: [entry[0] for entry in entries]}, name)
     return [(sha, count_of({"size": entries[n][1]}, "size")) for n, sha in enumerate(shas)]
 
 
 def gpus_of(body: dict[str, Any]) -> list[str]:
-    """The GPU UUIDs in a request; locks are named by them. Raises Refusal `bad_request`."""
+    """The GPU UUIDs in a request; locks are named by them. Raises RequestRejected `bad_request`."""
     uuids = [str(uuid) for uuid in body.get("gpus") or ()]
     if not all(GPU_UUID.fullmatch(uuid) for uuid in uuids):
         raise RequestRejected("bad_request", "gpus: UUIDs as nvidia-smi shows them are expected")
@@ -300,7 +300,7 @@ def gpus_of(body: dict[str, Any]) -> list[str]:
 
 
 def arguments_of(value: object) -> list[str]:
-    """Check an argument list. Raises Refusal `bad_request`."""
+    """Check an argument list. Raises RequestRejected `bad_request`."""
     arguments: list[str] = []
     for item in as_list(value):
         if not isinstance(item, str) or "\0" in item:

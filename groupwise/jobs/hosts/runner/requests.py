@@ -164,7 +164,7 @@ def signs_of_life() -> Generator[None, None, None]:
 
 
 def send_sign(done_before: int) -> int:
-    """Send a sign of life if more work was done than `before`; returns the amount of work done now."""
+    """Send a sign of life if more work was done than `done_before`; returns the amount of work done now."""
     done = Work.done
     if done != done_before:
         os.write(1, b"\n")

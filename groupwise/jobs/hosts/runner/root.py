@@ -90,11 +90,12 @@ class Root:
         return self.at("blobs", sha[:2], sha)
 
     def epochs(self, job: str) -> dict[str, Any]:
-        """{"highest": epoch, "forgotten": epoch}; -1 if there was none."""
+        """The highest epoch of a job that was seen here, and the highest forgotten one, as {"highest", "forgotten"}; -1 if there was
+        none."""
         return {"highest": -1, "forgotten": -1, **(read_json(self.at("epochs", job)) or {})}
 
     def record_epoch(self, job: str, **epochs: int) -> None:
-        """Raise the numbers that `highest` returns; they never decrease."""
+        """Raise the numbers that `epochs` returns; they never decrease."""
         recorded = self.epochs(job)
         raised = {
             name: max(recorded[name], epochs.get(name, -1)) for name in ("highest", "forgotten")
@@ -133,7 +134,7 @@ class Attempt:
 
 
 def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
-    """The attempt that a request names. Raises Refusal `bad_request`."""
+    """The attempt that a request names. Raises RequestRejected `bad_request`."""
     job, epoch = text_of(body, "job"), body["epoch"]
     if not JOB_ID.fullmatch(job):
         raise RequestRejected("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
@@ -143,7 +144,7 @@ def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
 
 
 def attempt_by_name(root: Root, name: str) -> Attempt:
-    """The attempt named `<job>.<epoch>`. Raises Refusal `bad_request`."""
+    """The attempt named `<job>.<epoch>`. Raises RequestRejected `bad_request`."""
     match = ATTEMPT_NAME.fullmatch(name)
     if not match:
         raise RequestRejected("bad_request", "an attempt is named <job>.<epoch>")

@@ -67,7 +67,7 @@ def state_of(attempt: Attempt) -> dict[str, Any] | None:
 
 
 def is_refusal(value: Any) -> bool:
-    """True for a record in the form that `Refused` creates."""
+    """True for a record in the form that `LaunchRefused` creates."""
     record = as_object(value) or {}
     texts = [record.get("code"), record.get("message"), record.get("holder", "")]
     return set(record) <= {"code", "message", "holder"} and all(map(is_word, texts))
@@ -236,7 +236,7 @@ def state_name(
     exit_record: dict[str, Any] | None,
     has_token: bool = False,
 ) -> str:
-    """The name of the state, by the table in `protocol.py`. `waits`: the token exists."""
+    """The name of the state, by the table in `protocol.py`. `has_token`: the token exists."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase

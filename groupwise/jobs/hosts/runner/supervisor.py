@@ -428,7 +428,7 @@ class Supervisor:
         return processes.kill(KILL_TIMEOUT)
 
     def drain_output(self, timeout: float) -> None:
-        """Write all output to the log, for at most `patience` seconds."""
+        """Write all output to the log, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.log and (self.log.copy_output() or self.log.unwritten):
             if time.monotonic() >= deadline:

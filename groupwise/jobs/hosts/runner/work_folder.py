@@ -30,7 +30,7 @@ DEEPEST = 60
 
 
 def parts_of(path: object) -> list[str]:
-    """The parts of a path inside the working folder. Raises Refusal `refused_path`."""
+    """The parts of a path inside the working folder. Raises RequestRejected `refused_path`."""
     parts = path.split("/") if isinstance(path, str) else [""]
     joined = "".join(parts)
     if "\0" in joined or any(p in ("", ".", "..") for p in parts) or not is_utf8(joined):
@@ -83,7 +83,7 @@ def open_inside(work: str, path: str) -> int:
 
 
 def read_inside(work: str, path: str, max_bytes: int) -> bytes:
-    """Read a file of the working folder, at most `most` bytes."""
+    """Read a file of the working folder, at most `max_bytes` bytes."""
     with open(open_regular(work, path), "rb") as file:
         return file.read(max_bytes)
 
@@ -98,7 +98,7 @@ def read_if_unchanged(work: str, path: str, sha: str, size: int) -> bytes | None
 
 
 def open_regular(work: str, path: str) -> int:
-    """Open a plain file below the working folder; Refusal for anything else."""
+    """Open a plain file below the working folder; RequestRejected for anything else."""
     fd = open_inside(work, path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

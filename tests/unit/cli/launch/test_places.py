@@ -4,7 +4,7 @@ import pytest
 
 from groupwise.cli.launch.places import LaunchedJob, ray_cluster
 from groupwise.core.errors import UsageError
-from groupwise.jobs.clouds.engines import SchedulerBackend
+from groupwise.jobs.clouds.schedulers import SchedulerBackend
 from groupwise.jobs.launch.places import JobBackend, reach
 
 

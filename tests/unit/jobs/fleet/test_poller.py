@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select, update
 
-from groupwise.jobs.clouds.engines import SchedulerClient
+from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet import poller as pollers
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.poller import Pace, Poller

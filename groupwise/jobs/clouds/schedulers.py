@@ -1,7 +1,7 @@
-"""Engines (Slurm and Ray): schedulers that decide on which machine and when a job starts, used as backends of a launch and as machines of a
-fleet.
+"""Cluster schedulers (Slurm and Ray): they decide on which machine and when a job starts. Used as backends of a launch and as machines of a
+fleet. Stored data, options and messages call a scheduler an `engine`.
 
-Attempts are laid out on the called machine, as everywhere, and its engine starts them. The differences between engines are in their
+Attempts are laid out on the called machine, as everywhere, and its scheduler starts them. The differences between schedulers are in their
 runners (`hosts/`), which answer like every runner, and in the options of their jobs (`slurm.py`, `ray.py`)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACCELERATOR_TYPE_AMOUNT = 0.001
 
 
 class MakeOptions(Protocol):
-    """Makes the engine's options for a job. Raises UsageError for options that users may not set."""
+    """Makes the scheduler's options for a job. Raises UsageError for options that users may not set."""
 
     def __call__(
         self, place_options: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
@@ -35,7 +35,7 @@ class MakeOptions(Protocol):
 
 
 class SchedulerBackend(MachineBackend):
-    """A `Backend` that submits jobs to an engine, in whose queue they wait for resources."""
+    """A `Backend` that submits jobs to a scheduler, in whose queue they wait for resources."""
 
     capabilities = Capabilities(nodes=True, queues=True)
 
@@ -67,18 +67,19 @@ class SchedulerBackend(MachineBackend):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerClient:
-    """The runner of a machine that submits to an engine, and calls that only this engine answers."""
+    """The runner on a machine that submits to a scheduler (e.g. a login node), and two calls that the scheduler itself answers."""
 
     runner: Runner
     ping: Callable[[], Awaitable[object]]
-    """Call the engine. Raises HostUnreachable if it does not answer."""
+    """Check that the scheduler answers. Raises HostUnreachable if it does not."""
     try_options: Callable[[Sequence[str]], Awaitable[str]]
-    """Make the engine validate a job with these options without creating it; returns its message. Raises HostUnreachable, RunnerRefused."""
+    """Make the scheduler validate a job with these options without creating it; returns its message. Raises HostUnreachable,
+    RunnerRefused."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAddress:
-    """How to reach an engine."""
+    """How to reach a scheduler."""
 
     host: Host
     """The machine that is called."""
@@ -87,7 +88,7 @@ class SchedulerAddress:
     python: str
     """The interpreter for jobs."""
     address: str | None = None
-    """The engine's address, as seen from the machine; None: the default, or the engine has none."""
+    """The scheduler's address, as seen from the machine; None: the default, or it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class SchedulerRequest:
 
     gpus: int = 0
     gpu_model: str | None = None
-    """The engine's name for the GPU model."""
+    """The scheduler's name for the GPU model."""
     cpus: int | None = None
     ram_mb: int | None = None
     options: Sequence[str] = ()
@@ -106,17 +107,18 @@ class SchedulerRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerKind:
-    """A kind of engine."""
+    """A kind of scheduler."""
 
     title: str
     """Its name in messages."""
     connect: Callable[[SchedulerAddress], SchedulerClient]
     options: Callable[[SchedulerRequest], tuple[str, ...]]
-    """The engine's options for a job. Raises UsageError for options that do not exist, or that users may not set."""
+    """The scheduler's options for a job. Raises UsageError for options that do not exist, or that users may not set."""
     check_address: Callable[[str], object]
     """Check an address that a user wrote. Raises UsageError if it is invalid."""
     credential_variables: tuple[str, ...] = ()
-    """Environment variables of the called machine that calls to this engine use. Some contain secrets, which no other engine may get."""
+    """Environment variables of the called machine that calls to this scheduler use. Some contain secrets, which no other scheduler may
+    get."""
 
 
 def _connect_slurm(address: SchedulerAddress) -> SchedulerClient:
@@ -166,4 +168,4 @@ SCHEDULERS: Mapping[str, SchedulerKind] = {
     SLURM: SchedulerKind("Slurm", _connect_slurm, _sbatch_options, _reject_address),
     RAY: SchedulerKind("Ray", _connect_ray, _ray_options, ray.checked_address, TOKEN_VARIABLES),
 }
-"""Engines by the names in a fleet's rows."""
+"""Schedulers by the names in a fleet's rows."""

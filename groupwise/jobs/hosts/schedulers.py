@@ -1,10 +1,10 @@
-"""Runners for machines that give jobs to an engine (Slurm, Ray, Modal): attempts are laid out on the machine's disk, and the engine starts
-them on a machine of its choice.
+"""Runners for machines that give jobs to a scheduler (Slurm, Ray, Modal), called an `engine` in stored data: attempts are laid out on the
+machine's disk, and the scheduler starts them on a machine of its choice.
 
-As everywhere, an attempt's files show its state (`runner/`). The engine is asked only if they do not suffice: about a queued attempt, or
-one that seems lost because its supervisor runs on another machine. A single answer of an engine proves little: it may have been
+As everywhere, an attempt's files show its state (`runner/`). The scheduler is asked only if they do not suffice: about a queued attempt, or
+one that seems lost because its supervisor runs on another machine. A single answer of a scheduler proves little: it may have been
 restarted, and an attempt that it gave up may still run. Hence three rules. An attempt is found by its name. It starts only once even if it
-is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the engine and its
+is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the scheduler and its
 supervisor are silent."""
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ UNSURE_STATES = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REB
 
 
 class SchedulerJob(Protocol):
-    """An engine's record of an attempt. `str()` of it describes its state and the reason, for messages."""
+    """A scheduler's record of an attempt. `str()` of it describes its state and the reason, for messages."""
 
     @property
     def name(self) -> str:
-        """The attempt's name; see `name_of`."""
+        """The attempt's name; see `scheduler_job_name`."""
         ...
 
     @property
@@ -48,7 +48,7 @@ Job = TypeVar("Job", bound=SchedulerJob)
 
 
 class SchedulerRunner(Runner, ABC, Generic[Job]):
-    """A `Runner` whose `launch`, given an engine, submits the attempt to it."""
+    """A `Runner` whose `launch`, if it names a scheduler, submits the attempt to it."""
 
     title: str
     """The engine's name in messages."""
@@ -63,7 +63,7 @@ class SchedulerRunner(Runner, ABC, Generic[Job]):
         python: str = "python3",
         caller_watches: bool = False,
     ) -> None:
-        """`tended`: the caller watches attempts until they end, as a fleet does.
+        """`caller_watches`: the caller watches attempts until they end, as a fleet does.
 
         Such a caller submits every attempt again that the engine does not have (`MemberState.engine_has`), regardless of its age. While
         the engine does not answer, queued attempts wait and started ones count as running. Any other caller gets an error in this case."""
@@ -154,7 +154,7 @@ class SchedulerRunner(Runner, ABC, Generic[Job]):
         seconds: float,
         margin: float = DEFAULT_TIMEOUT,
     ) -> tuple[MemberState, ...]:
-        """See `Runner.wait`. The machine compares `known` with the files; the engine is asked again every LOOK_SECONDS."""
+        """See `Runner.wait`. The machine compares `known` with the files; the engine is asked again every POLL_SECONDS."""
         by_files = {
             key: replace(known_state, state=self._file_states.get(key, known_state.state))
             for key, known_state in known.items()
