@@ -157,29 +157,31 @@ class LaunchedJob:
 
         check_name(self.name)
         if self.at is not None:
-            return local_registry.Note(self.name, self._place(self.at), Path.cwd())
+            return local_registry.Note(self.name, self._parse_place(self.at), Path.cwd())
         if self.key is not None or self.trust is not None or self.profile is not None:
             raise UsageError(
                 "--key, --trust and --profile are for --at: for a job that was launched here they are known."
             )
         return local_registry.find(self.name)
 
-    def _place(self, at: str) -> JobBackend:
+    def _parse_place(self, at: str) -> JobBackend:
         """The place that --at names. Raises UsageError."""
         from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, JobBackend
 
         login, profile = LoginOptions(key=self.key, trust=self.trust), self.profile
-        kind, _, rest = at.partition(":")
+        kind, _, location = at.partition(":")
         if profile is not None and kind not in (AWS, MODAL):
             raise UsageError(
                 f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
             )
-        if kind == LOCAL and not rest:
+        if kind == LOCAL and not location:
             return JobBackend(LOCAL)
-        if kind == SSH and rest:
-            return machines_together([login.machine(host, None) for host in rest.split(",")], None)
+        if kind == SSH and location:
+            return machines_together(
+                [login.machine(host, None) for host in location.split(",")], None
+            )
         if kind in (SLURM, RAY):
-            machine_address, _, api = rest.partition(",")
+            machine_address, _, api = location.partition(",")
             address, slash, folder = machine_address.partition("/")
             machine = login.machine(address, None) if address else JobBackend(LOCAL)
             shared = f"{slash}{folder}" or None
@@ -187,14 +189,14 @@ class LaunchedJob:
                 return ray_cluster(machine, shared, api or None)
             if not api:
                 return slurm_cluster(machine, shared)
-        if kind == AWS and rest and self.trust is None:
-            return JobBackend(AWS, {"region": rest, "profile": profile, "key_path": self.key})
+        if kind == AWS and location and self.trust is None:
+            return JobBackend(AWS, {"region": location, "profile": profile, "key_path": self.key})
         if kind == MODAL:
-            if rest and profile is not None:
+            if location and profile is not None:
                 raise UsageError(
-                    f"--profile {profile}: --at modal:{rest} names a profile already; leave one of the two out."
+                    f"--profile {profile}: --at modal:{location} names a profile already; leave one of the two out."
                 )
-            return JobBackend(MODAL, {"profile": rest or profile})
+            return JobBackend(MODAL, {"profile": location or profile})
         raise UsageError(
             f"--at {at}: a place is expected, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, "
             "slurm:USER@HOST:PORT/SHARED, ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; the last three may be only their first word."
@@ -211,10 +213,10 @@ def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> J
     names = [str(machine) for machine in machines]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"--host: {twice[0]} is named twice, and a job runs once on each machine.")
-    first, *others = machines
-    if not others:
+    first, *other_machines = machines
+    if not other_machines:
         return first
-    extra = {"others": [dict(other.detail) for other in others], "meets_at": meets_at}
+    extra = {"others": [dict(other.detail) for other in other_machines], "meets_at": meets_at}
     return JobBackend(SSH, {**first.detail, **extra})
 
 
@@ -265,10 +267,10 @@ def _host_key(name: str, address: Address, trust: Trust) -> str:
         known_key = known_host_key(address.host, address.port) or known_host_key(name, address.port)
         if known_key is not None:
             return str(known_key)
-    shown = host_key_of(address, trust)
-    if shown.pinned is None:
+    scanned = host_key_of(address, trust)
+    if scanned.pinned is None:
         raise UsageError(
             f"{address.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
             "machine's own (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and give it: --trust SHA256:…"
         )
-    return shown.pinned
+    return scanned.pinned

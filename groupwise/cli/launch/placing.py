@@ -48,7 +48,7 @@ def launch(
     """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run.
 
     `environment` is built at the place; None: the place has one. `place_options`: options that only this kind of place understands. `gpus`
-    and `hours` replace those of the options, if the place has its own. """
+    and `hours` replace those of the options, if the place has its own."""
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
 
@@ -93,7 +93,7 @@ def launch(
     say(f"{name}: {'; '.join(plan.steps)}")
     results = None if job.to is None else job.to.expanduser().absolute()
     note = local_registry.Note(name, place, request.project, results)
-    handle = _submit(note, packed, store)
+    handle = _submit_job(note, packed, store)
     if job.detach:
         _print_detached(note, handle, as_json=job.as_json)
         return
@@ -135,7 +135,7 @@ def _print_bundle(bundle: Bundle) -> None:
         say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
 
 
-def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
+def _submit_job(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
     """Submit the job, or attach to it if it exists. The note is written first, so an interrupted launch leaves the job known here."""
     from groupwise.jobs.launch import local_registry, results
 

@@ -52,7 +52,7 @@ def sweep(
 
     swept_places: list[tuple[str, SweepResult]] = []
     failed: list[str] = []
-    for place in _places(at, profile):
+    for place in _places_to_sweep(at, profile):
         try:
             swept_places.append((str(place), call_backend(place, swept)))
         except CloudError as error:  # the other places are still swept
@@ -93,7 +93,7 @@ def _print_swept(swept_places: list[tuple[str, SweepResult]], *, dry_run: bool) 
             say(f"nothing is there ({place})")
 
 
-def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
+def _places_to_sweep(at: list[str] | None, profile: str | None) -> list[JobBackend]:
     """The places that --at names, otherwise all paid places of jobs launched from here. Raises UsageError."""
     from groupwise.jobs.launch import local_registry
     from groupwise.jobs.launch.places import AWS, MODAL, RENTING_KINDS, JobBackend

@@ -38,13 +38,13 @@ def usage_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage
     for machine in machines:
         tags, price = machine.tags, machine.tags.get("price")
         since = float(tags.get("since", now))
-        until, ended = now, machine.state in ("shutting-down", "terminated")
-        if ended:
+        ended_at, has_ended = now, machine.state in ("shutting-down", "terminated")
+        if has_ended:
             latest = min(now, max(since, float(tags.get("deadline", now))))
-            until = latest if machine.ended_at is None else machine.ended_at
+            ended_at = latest if machine.ended_at is None else machine.ended_at
         deadline = None if "deadline" not in tags else float(tags["deadline"])
         dollars = None if price is None else float(price)
-        usage[machine.id] = InstanceUsage(since, until, dollars, ended, deadline)
+        usage[machine.id] = InstanceUsage(since, ended_at, dollars, has_ended, deadline)
     return usage
 
 

@@ -201,7 +201,7 @@ class AwsMachines:
         """Wait until the machine answers with its own host key. Raises CloudError after the timeout."""
         deadline = time.monotonic() + self._patience.ready
         while True:
-            machine = await self._refresh(machine)
+            machine = await self._refresh_machine(machine)
             if machine.state not in ("pending", "running"):
                 raise CloudError(
                     f"{machine.id} has ended before it was ready: {machine.why or machine.state}"
@@ -210,7 +210,7 @@ class AwsMachines:
                 console = await asyncio.to_thread(self._ec2.console, machine.id)
                 if (key := host_key_in(console)) is not None:
                     await self.tag(machine, {"host-key": key})
-                    machine = await self._refresh(machine)
+                    machine = await self._refresh_machine(machine)
             backend = self.backend_for(machine) if machine.state == "running" else None
             reason = "it has not said its host key on its console" if backend is None else ""
             if backend is not None:
@@ -227,7 +227,7 @@ class AwsMachines:
                 )
             await asyncio.sleep(self._patience.look)
 
-    async def _refresh(self, machine: Machine) -> Machine:
+    async def _refresh_machine(self, machine: Machine) -> Machine:
         """The machine as AWS describes it now; unchanged while AWS does not know the new machine yet."""
         machines = await asyncio.to_thread(self._ec2.machines, machine.tags["job"])
         return next((candidate for candidate in machines if candidate.id == machine.id), machine)

@@ -86,14 +86,14 @@ class JobRecords:
         self.write(replace(record, attempt=newest, results=str(folder.absolute()), endings=endings))
 
     def record_usage(
-        self, name: str, seen: Mapping[str, InstanceUsage]
+        self, name: str, current: Mapping[str, InstanceUsage]
     ) -> Mapping[str, InstanceUsage]:
         """Record the current usage of a job's machines; returns it merged with the earlier one. Without a record of the job nothing is
         stored."""
         record = self.find(name)
         if record is None:
-            return seen
-        usage = merge_usage(record.machines, seen)
+            return current
+        usage = merge_usage(record.machines, current)
         self.write(replace(record, machines=usage))
         return usage
 
@@ -103,8 +103,8 @@ class JobRecords:
         for path in self.folder.glob(f"{name}.log-*"):
             path.unlink(missing_ok=True)
         if (self.folder / "blobs").is_dir():
-            others = filter(None, map(self.find, self.names()))
-            orders = [Order.from_document(record.order) for record in others if record.order]
+            records = filter(None, map(self.find, self.names()))
+            orders = [Order.from_document(record.order) for record in records if record.order]
             needed = {entry.sha256 for order in orders for entry in order.spec.files.values()}
             self._blobs().collect(needed)
 

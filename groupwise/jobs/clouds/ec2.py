@@ -153,7 +153,7 @@ class SecurityGroup:
     """Ranges of TCP ports that are open to any source."""
 
     def allows(self, port: int) -> bool:
-        return any(first <= port <= last for first, last in self.open_ports)
+        return any(first_port <= port <= last_port for first_port, last_port in self.open_ports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +405,7 @@ def _parse_machine(answer: Mapping[str, Any]) -> Machine:
     reason: Mapping[str, str] = answer.get("StateReason") or {}
     # Format: `User initiated (2026-05-01 10:00:00 GMT)`; the time may be missing.
     transition = answer.get("StateTransitionReason") or ""
-    ended = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
+    end_match = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
     return Machine(
         answer["InstanceId"],
         answer["State"]["Name"],
@@ -414,7 +414,7 @@ def _parse_machine(answer: Mapping[str, Any]) -> Machine:
         answer.get("PublicIpAddress") or answer.get("PrivateIpAddress"),
         answer.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
-        None if ended is None else datetime.fromisoformat(f"{ended[1]}+00:00").timestamp(),
+        None if end_match is None else datetime.fromisoformat(f"{end_match[1]}+00:00").timestamp(),
     )
 
 

@@ -80,14 +80,16 @@ class ResultsFolder:
                 f"in {self.folder}. They are at their place; make room here, or fetch to another disk: --to DIR."
             )
 
-    def accept(self, fetched: Manifest, available: Manifest, attempt: int, *, ended: bool) -> None:
-        """Move an attempt's fetched files (`fetched`) to their names. `available`: all files that the place offers; once the attempt has
-        `ended`, all that it has."""
+    def accept(
+        self, fetched: Manifest, available: Manifest, attempt: int, *, has_ended: bool
+    ) -> None:
+        """Move an attempt's fetched files (`fetched`) to their names. `available`: all files that the place offers; once the attempt
+        `has_ended`, all that it has."""
         offered = set(available)
-        self._set_aside(fetched, offered, attempt, ended=ended)
+        self._set_aside(fetched, offered, attempt, has_ended=has_ended)
         self._publish_files(fetched)
         for path, entry in available.items():
-            if self._has(path):
+            if self._exists(path):
                 self.fetched[path] = FetchedFile(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
         self._write_note()
@@ -100,26 +102,26 @@ class ResultsFolder:
             new.parent.mkdir(parents=True, exist_ok=True)
             new.write_bytes(data)
             entries[path] = FileEntry(hashlib.sha256(data).hexdigest(), 0o644, len(data))
-        self.accept(entries, entries, attempt, ended=False)
+        self.accept(entries, entries, attempt, has_ended=False)
 
-    def _has(self, path: str) -> bool:
+    def _exists(self, path: str) -> bool:
         return (self.folder / path).is_file()
 
     def _set_aside(
-        self, fetched: Manifest, offered: set[str], attempt: int, *, ended: bool
+        self, fetched: Manifest, offered: set[str], attempt: int, *, has_ended: bool
     ) -> None:
         """Move files of other attempts to `earlier/` if this attempt has replaced or removed them."""
         replaced: list[str] = []
-        for path in filter(self._has, fetched):
+        for path in filter(self._exists, fetched):
             earlier = self.fetched.get(path)
             is_ours = earlier is not None and earlier.attempt == attempt
             if not is_ours or not self._is_unchanged(path):
                 replaced.append(path)
-        checkpoints = self._checkpoints()
+        checkpoints = self._checkpoint_folders()
         removed = [
             path
             for path, file in self.fetched.items()
-            if ended and file.attempt != attempt and path not in offered and self._has(path)
+            if has_ended and file.attempt != attempt and path not in offered and self._exists(path)
             if str(PurePosixPath(path).parent) not in checkpoints
         ]
         for path in (*replaced, *removed):
@@ -134,7 +136,7 @@ class ResultsFolder:
         file = self.fetched.get(path)
         return file is not None and hash_of(self.folder / path) == file.sha256
 
-    def _checkpoints(self) -> set[str]:
+    def _checkpoint_folders(self) -> set[str]:
         """Folders of the fetched checkpoints."""
         paths = (PurePosixPath(path) for path in self.fetched)
         return {str(path.parent) for path in paths if path.name == MANIFEST}
@@ -144,7 +146,7 @@ class ResultsFolder:
         still_offered = {
             str(path.parent) for path in map(PurePosixPath, offered) if path.name == MANIFEST
         }
-        for path in sorted(self._checkpoints() - still_offered):
+        for path in sorted(self._checkpoint_folders() - still_offered):
             step, parent = _checkpoint_step(self.folder / path), PurePosixPath(path).parent
             siblings = [other for other in still_offered if PurePosixPath(other).parent == parent]
             steps = [_checkpoint_step(self.folder / other) for other in siblings]
@@ -153,7 +155,7 @@ class ResultsFolder:
                 for number in steps
                 if number is not None and step is not None and number > step
             ]
-            if not later and self._has(f"{path}/{MANIFEST}"):
+            if not later and self._exists(f"{path}/{MANIFEST}"):
                 continue
             # Remove the manifest first; files that were not fetched are kept.
             files = [file for file in self.fetched if file.startswith(f"{path}/")]

@@ -62,10 +62,10 @@ class _GangMachine(MachineBackend):
         super().__init__(name, runner, where)
         self._rank, self._count, self._meets_at = rank, count, meets_at
 
-    async def _launch(
+    async def _launch_request(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
-        launch = await super()._launch(order, spec, epoch, attempt, resume)
+        launch = await super()._launch_request(order, spec, epoch, attempt, resume)
         meets_at = order.meets_at or self._meets_at
         meeting = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
         return replace(
@@ -75,12 +75,12 @@ class _GangMachine(MachineBackend):
             environment={**launch.environment, **meeting, KEY_FILE: KEY},
         )
 
-    async def _end(self, handle: Handle) -> None:
+    async def _end_attempt(self, handle: Handle) -> None:
         """End an attempt at once and wait for its end. Raises CloudError if it does not end."""
         await self.cancel(handle, 0.0)
-        status, until = await self.status(handle), time.monotonic() + END_TIMEOUT
+        status, deadline = await self.status(handle), time.monotonic() + END_TIMEOUT
         while status.ending is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise CloudError(
                     f"{handle.name} does not end on {self._where}, although it was killed: look there for processes that hang, as in the "
                     "driver of a GPU."
@@ -113,11 +113,11 @@ class _OtherMachine(_GangMachine):
         for state in await self._attempts(name):
             is_newest = newest is None or state.epoch <= newest
             if is_newest and self._status(state).ending is None:
-                await self._end(self._handle(state))
+                await self._end_attempt(self._handle(state))
 
     async def forget(self, name: str) -> None:
         """Remove all data of this job from this machine."""
-        newest = await self._newest(name)
+        newest = await self._newest_attempt(name)
         if newest is not None:
             await self.cleanup(self._handle(newest))
 
@@ -130,14 +130,14 @@ class GangBackend(_GangMachine):
     def __init__(self, name: str, machines: Sequence[tuple[Runner, str]], meets_at: str) -> None:
         """`machines`: for each machine its runner and its name in messages; `meets_at`: the address of the first machine for the others."""
         count = len(machines)
-        (runner, where), *others = machines
+        (runner, where), *other_machines = machines
         super().__init__(name, runner, where, 0, count, meets_at)
         self._own_secrets: set[bytes] = set()
         """Secrets of the attempts that this object started, or tried to. The first machine stores the secret of the process that
         succeeded."""
         self._others = [
             _OtherMachine(name, runner, where, rank, count, meets_at)
-            for rank, (runner, where) in enumerate(others, 1)
+            for rank, (runner, where) in enumerate(other_machines, 1)
         ]
 
     async def plan(self, order: Order) -> Plan:
@@ -184,18 +184,18 @@ class GangBackend(_GangMachine):
             except _Overtaken as overtaken:
                 if not tries_left:
                     raise
-                await self._end(handle)
+                await self._end_attempt(handle)
                 epoch = max(handle.attempt, overtaken.highest) + 1
         raise AssertionError("the last try returns or raises")
 
     async def _start_on_others(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
         """Start on the other machines an attempt that the first machine has. If another process started it, it is not completed after its
         end, and it is not cancelled if another machine refuses."""
-        ended = (await self.status(handle)).ending is not None
-        if ended and not self._own_secrets:
+        has_ended = (await self.status(handle)).ending is not None
+        if has_ended and not self._own_secrets:
             return handle
         secret = await self._read_own_file(handle, KEY)
-        if ended and secret not in self._own_secrets:
+        if has_ended and secret not in self._own_secrets:
             return handle
         attempt = len(await self._started_attempts(order.name))
         try:
@@ -224,11 +224,12 @@ class GangBackend(_GangMachine):
         files = {**extra_files, KEY: secret}
         return await super()._start_epoch(order, store, epoch, attempt, resume, files)
 
-    def _expect_same_machines(self, order: Order, last: MemberState) -> None:
+    def _expect_same_machines(self, order: Order, attempt: MemberState) -> None:
         self._expect_all(order)
-        if last.rank:
+        if attempt.rank:
             raise UsageError(
-                f"{self._where} is not the machine that has what {order.name} made, but number {last.rank + 1} of its machines: {NAME_ALL}"
+                f"{self._where} is not the machine that has what {order.name} made, but number {attempt.rank + 1} of its "
+                f"machines: {NAME_ALL}"
             )
 
     async def cancel(self, handle: Handle, grace: float) -> None:
@@ -242,11 +243,11 @@ class GangBackend(_GangMachine):
         await _gather_all((super().cancel(handle, grace), *map(cancelled, self._others)))
 
     async def _fetch_results(
-        self, handle: Handle, results: ResultsFolder, *, ended: bool
+        self, handle: Handle, results: ResultsFolder, *, has_ended: bool
     ) -> FetchedResults:
         """Fetch the results and, at the end, the logs of the other machines."""
-        fetched = await super()._fetch_results(handle, results, ended=ended)
-        if not ended:
+        fetched = await super()._fetch_results(handle, results, has_ended=has_ended)
+        if not has_ended:
             return fetched
         logs: dict[str, bytes] = {}
         unfetched: dict[str, str] = {}

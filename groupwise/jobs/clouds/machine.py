@@ -132,7 +132,7 @@ class MachineBackend:
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         order.check()
-        newest = await self._newest(order.name)
+        newest = await self._newest_attempt(order.name)
         if newest is None or newest.state is RunnerState.REFUSED:
             handle = await self._start_attempt(
                 order, store, 1 if newest is None else newest.epoch + 1, 1
@@ -193,7 +193,7 @@ class MachineBackend:
             order, store, all_attempts[-1].epoch + 1, len(attempts) + 1, newest
         )
 
-    def _expect_same_machines(self, order: Order, last: MemberState) -> None:
+    def _expect_same_machines(self, order: Order, attempt: MemberState) -> None:
         """Raise UsageError if this place does not have all machines of the job's last attempt."""
         if order.nodes > 1 and not self.capabilities.nodes:
             raise UsageError(
@@ -205,7 +205,7 @@ class MachineBackend:
     ) -> Handle:
         """Start this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
         order.check()
-        previous = await self._newest(order.name)
+        previous = await self._newest_attempt(order.name)
         if (
             previous is not None
             and previous.epoch >= attempt
@@ -244,7 +244,7 @@ class MachineBackend:
     async def _attempt_since(self, order: Order, epoch: int) -> Handle | None:
         """The attempt of this job that was started here under this epoch or a later one, or None. Raises NameTaken if it belongs to another
         job."""
-        newest = await self._newest(order.name)
+        newest = await self._newest_attempt(order.name)
         if newest is None or newest.epoch < epoch or newest.state is RunnerState.REFUSED:
             return None
         handle = self._handle(newest)
@@ -272,7 +272,7 @@ class MachineBackend:
             for path, data in {ORDER: data, **extra_files}.items()
         }
         spec = replace(order.spec, files={**order.spec.files, **own_files})
-        launch = await self._launch(order, spec, epoch, attempt, resume)
+        launch = await self._launch_request(order, spec, epoch, attempt, resume)
         with self._cloud_errors():
             await self._runner.provide(store, spec.files)
             # An epoch has one attempt at most: if there was no answer, repeating the request returns the attempt's state.
@@ -281,7 +281,7 @@ class MachineBackend:
                     return await self._runner.launch(launch)
             return await self._runner.launch(launch)
 
-    async def _launch(
+    async def _launch_request(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
         with self._cloud_errors():
@@ -321,7 +321,7 @@ class MachineBackend:
 
     async def find(self, name: str) -> Handle | None:
         """See `Backend.find`."""
-        newest = await self._newest(name)
+        newest = await self._newest_attempt(name)
         return None if newest is None else self._handle(newest)
 
     async def list(self) -> list[Handle]:
@@ -368,7 +368,7 @@ class MachineBackend:
         ]
         return sorted(attempts, key=lambda attempt: attempt.epoch)
 
-    async def _newest(self, name: str) -> MemberState | None:
+    async def _newest_attempt(self, name: str) -> MemberState | None:
         """The job's last attempt that was started or waits; if there is none, the last refused one."""
         attempts = await self._attempts(name)
         return _newest_of(attempts) if attempts else None
@@ -457,19 +457,19 @@ class MachineBackend:
 
     async def fetch(self, handle: Handle, folder: Path) -> FetchedResults:
         """See `Backend.fetch`."""
-        ended = (await self.status(handle)).ending is not None
+        has_ended = (await self.status(handle)).ending is not None
         with (
             results_folder(folder, f"{handle.name} on {self._where}") as results,
             self._cloud_errors(),
         ):
-            return await self._fetch_results(handle, results, ended=ended)
+            return await self._fetch_results(handle, results, has_ended=has_ended)
 
     async def _fetch_results(
-        self, handle: Handle, results: ResultsFolder, *, ended: bool
+        self, handle: Handle, results: ResultsFolder, *, has_ended: bool
     ) -> FetchedResults:
         name, attempt = handle.name, handle.attempt
         fetching = Fetcher(self._runner, name, attempt, results.incoming)
-        kind, changed = "artefacts" if ended else "checkpoints", ""
+        kind, changed = "artefacts" if has_ended else "checkpoints", ""
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, kind)
             # A request fills only one of these two fields of the tree.
@@ -489,11 +489,11 @@ class MachineBackend:
                 changed = str(change)
                 continue
             await wait_until_done(
-                asyncio.to_thread(results.accept, missing, files, attempt, ended=ended)
+                asyncio.to_thread(results.accept, missing, files, attempt, has_ended=has_ended)
             )
             left_out = {
                 **dict(tree.refused),
-                **{why: f"{n} more" for why, n in tree.refused_more.items()},
+                **{reason: f"{n} more" for reason, n in tree.refused_more.items()},
                 **dict.fromkeys(reserved, "the folder of results has that name itself"),
             }
             received = sum(entry.size for entry in missing.values())

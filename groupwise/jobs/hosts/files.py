@@ -180,7 +180,7 @@ class BlobStore:
         self._check_size(len(data), sha256)
         with self._shared_lock():
             if not self._renew(sha256):
-                self._publish(self._write_temporary((data,)), sha256)
+                self._publish_blob(self._write_temporary((data,)), sha256)
         return sha256
 
     def put_file(self, source: Path, on_progress: Callable[[int], None] | None = None) -> FileEntry:
@@ -207,7 +207,7 @@ class BlobStore:
             if self._renew(sha256):
                 temporary.unlink()
             else:
-                self._publish(temporary, sha256)
+                self._publish_blob(temporary, sha256)
         return FileEntry(sha256, mode, size)
 
     def put_files(
@@ -293,7 +293,7 @@ class BlobStore:
     def adopt(self, temporary: Path, sha256: str, *, marked: bool = False) -> None:
         """Turn a verified file, flushed to the store's own disk, into a blob."""
         with self._shared_lock():
-            self._publish(temporary, sha256, marked)
+            self._publish_blob(temporary, sha256, marked)
 
     def now(self) -> float:
         """The current time, by the clock that dates blobs: that of the store's file system."""
@@ -379,7 +379,7 @@ class BlobStore:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _publish(self, temporary: Path, sha256: str, marked: bool = False) -> None:
+    def _publish_blob(self, temporary: Path, sha256: str, marked: bool = False) -> None:
         target = self.path(sha256)
         if not target.parent.is_dir():
             target.parent.mkdir(exist_ok=True)

@@ -206,34 +206,36 @@ class Gang:
         finally:  # the other machines get TERM, and KILL after SAVING seconds
             deadline = time.monotonic() + SAVING
             for machine in self._followers:
-                self._result(machine.end.remote())
+                self._await_result(machine.end.remote())
             living = [rank - 1 for rank in self._started]
             while living and time.monotonic() < deadline:
                 living = [
                     index
                     for index in living
-                    if self._result(self._followers[index].ended.remote(), LOST) is None
+                    if self._await_result(self._followers[index].ended.remote(), LOST) is None
                 ]
                 time.sleep(TICK)
             for machine in living:
-                self._result(self._followers[machine].kill.remote())
+                self._await_result(self._followers[machine].kill.remote())
             remove(self._order)
         return code
 
     def _until_first_ends(self) -> int:
         evicted = False
         while True:
-            code = self._result(self._first.ended.remote(), LOST)
+            code = self._await_result(self._first.ended.remote(), LOST)
             if code is not None:
                 return int(code)
             self._start_followers()
-            exit_codes = [self._result(machine.ended.remote(), LOST) for machine in self._followers]
+            exit_codes = [
+                self._await_result(machine.ended.remote(), LOST) for machine in self._followers
+            ]
             if self._first_end_at is None and any(code is not None for code in exit_codes):
                 self._first_end_at = time.monotonic()
             late = self._first_end_at is not None and time.monotonic() - self._first_end_at > NOTICE
             if (self._stops or late) and not evicted:
                 evicted = True
-                self._result(self._first.evict.remote(self._folder))
+                self._await_result(self._first.evict.remote(self._folder))
             time.sleep(TICK)
 
     def _start_followers(self) -> None:
@@ -242,12 +244,12 @@ class Gang:
         for rank, machine in enumerate(self._followers, 1):
             if rank in self._started | self._failed:
                 continue
-            outcome = self._result(machine.follow.remote(self._order, rank))
+            outcome = self._await_result(machine.follow.remote(self._order, rank))
             if isinstance(outcome, str):
                 # The job needs all machines: end it at once.
                 self._failed.add(rank)
                 line = f"Machine {rank + 1} of {len(self._followers) + 1} cannot begin its part: {outcome}\n"
-                self._result(self._first.note.remote(self._folder, line))
+                self._await_result(self._first.note.remote(self._folder, line))
                 self._first_end_at = -math.inf
             elif outcome:
                 self._started.add(rank)
@@ -256,11 +258,11 @@ class Gang:
 
     def _call_until_answer(self, method: Any, *arguments: Any) -> Any:
         """Call repeatedly until the machine answers; None: it is lost."""
-        while (answer := self._result(method.remote(*arguments), False)) is None:
+        while (answer := self._await_result(method.remote(*arguments), False)) is None:
             time.sleep(TICK)
         return answer or None
 
-    def _result(self, reference: Any, if_ended: Any = None) -> Any:
+    def _await_result(self, reference: Any, if_ended: Any = None) -> Any:
         """A machine's answer; None if it does not answer at the moment, `if_ended` if its actor has ended, perhaps with its node."""
         try:
             return self._ray.get(reference)

@@ -314,12 +314,12 @@ class SshHost:
             if self._jump is not None:
                 jump, _ = await self._connect_to(self._jump, None)
             try:
-                connection, lost = await self._connect_to(self.address, jump)
+                connection, lost_event = await self._connect_to(self.address, jump)
             except BaseException:
                 if jump is not None:
                     jump.abort()
                 raise
-        link = _Link(connection, lost, jump)
+        link = _Link(connection, lost_event, jump)
         self._links.append(link)
         return link
 

@@ -111,12 +111,12 @@ def bundle(
     files: dict[str, Path] = {}
     left_out: dict[str, str] = {}
     selected = {path for name in take for path in _files_to_take(root, name)}
-    named = {Path(os.path.normpath(name)).as_posix() for name in take}
+    named_paths = {Path(os.path.normpath(name)).as_posix() for name in take}
     for path in dict.fromkeys([*_project_files(root), *sorted(selected)]):
         if path not in selected and (excluded := _excluded_parent(root, path)) is not None:
             left_out[excluded[0]] = excluded[1]
         elif reason := _exclusion_reason(
-            root, path, is_selected=path in selected, is_named=path in named
+            root, path, is_selected=path in selected, is_named=path in named_paths
         ):
             left_out[path] = reason
         else:

@@ -103,6 +103,6 @@ async def sweep(
                 await backend.give_back(machine)
             except CloudError as error:
                 failed[machine] = f"{machine.id} of {machine.job}: {error.message}"
-    ended = tuple(machine for machine in overdue if machine not in failed)
+    ended_machines = tuple(machine for machine in overdue if machine not in failed)
     kept = tuple(machine for machine in machines if machine not in overdue)
-    return SweepResult(ended, kept, tuple(failed.values()))
+    return SweepResult(ended_machines, kept, tuple(failed.values()))

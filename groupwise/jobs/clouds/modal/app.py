@@ -16,8 +16,7 @@ from typing import Any, cast
 
 import modal
 
-from groupwise.jobs.clouds.modal import coordinator as desks
-from groupwise.jobs.clouds.modal import worker as works
+from groupwise.jobs.clouds.modal import coordinator, worker
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image, app_of
 
 DESK_APP = "groupwise-desk-1"
@@ -49,7 +48,7 @@ def desk(verb: str, *arguments: Any) -> Any:
     """Answer a request to the coordinator; see `coordinator.py`."""
     volume = runs()
     volume.reload()
-    answer = desks.answer(HOME, verb, arguments)
+    answer = coordinator.answer(HOME, verb, arguments)
     volume.commit()
     return answer
 
@@ -59,7 +58,7 @@ def work(document: Mapping[str, Any]) -> str:
     secrets: dict[str, str] = json.loads(os.environ.pop(SECRETS, "{}"))
     call_id = modal.current_function_call_id()
     assert call_id is not None, "this runs in a call"
-    context = works.ContainerContext(
+    context = worker.ContainerContext(
         home=HOME,
         scratch=SCRATCH,
         volume=runs(),
@@ -69,7 +68,7 @@ def work(document: Mapping[str, Any]) -> str:
         environment=os.environ,
     )
     try:
-        return works.work(Call(**document), call_id, secrets, context)
+        return worker.work(Call(**document), call_id, secrets, context)
     except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -82,12 +81,12 @@ def function(app: str, name: str, client: modal.Client | None = None) -> Any:
 
 
 def named_secrets(
-    named: Mapping[str, Sequence[str]], client: modal.Client | None = None
+    variables_by_secret: Mapping[str, Sequence[str]], client: modal.Client | None = None
 ) -> list[modal.Secret]:
     """Handles of secrets of the workspace. Modal reports a missing secret or variable only when it is used."""
     return [
         modal.Secret.from_name(name, required_keys=list(variables), client=client)
-        for name, variables in named.items()
+        for name, variables in variables_by_secret.items()
     ]
 
 

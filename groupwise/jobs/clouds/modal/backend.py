@@ -59,7 +59,7 @@ class ModalBackend(MachineBackend):
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. It works without a Modal token; with a token, the only request to Modal is for its owner."""
         order.check()
-        call = self._call(order)
+        call = self._modal_call(order)
         files = {entry.sha256: entry.size for entry in order.spec.files.values()}
         with self._cloud_errors():
             owner = await self._modal.port.workspace()
@@ -146,9 +146,9 @@ class ModalBackend(MachineBackend):
         await self._modal.port.deploy(Image(image["name"], image["python"], files))
 
     async def _scheduler(self, order: Order) -> Scheduler:
-        return scheduler_of(self._call(order))
+        return scheduler_of(self._modal_call(order))
 
-    def _call(self, order: Order) -> Call:
+    def _modal_call(self, order: Order) -> Call:
         """The Modal call for this job; `ModalRunner` adds the attempt's number. Raises UsageError if the timeout is out of range."""
         place_options, image = order.place_options, order.place_options.get("image")
         gpu, gpus = place_options.get("gpu"), (order.gpus or 1) if place_options.get("gpu") else 0

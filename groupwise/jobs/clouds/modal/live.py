@@ -47,12 +47,12 @@ class LiveModal:
         """See `ModalPort.workspace`."""
         if find_spec("modal") is None or self._token is None:
             return None
-        client = await self._connect()
+        client = await self._open_client()
         with _host_errors("modal"):
             await client.hello.aio()  # pyright: ignore[reportUnknownMemberType]
         return f"profile {self._profile}" if self._profile else "the token of this machine"
 
-    async def _connect(self) -> Client:
+    async def _open_client(self) -> Client:
         if self._client is None:
             if self._token is None:
                 raise RunnerRefused("modal", NO_TOKEN)
@@ -64,14 +64,14 @@ class LiveModal:
 
     async def has_app(self, name: str) -> bool:
         """See `ModalPort.has_app`."""
-        return await self._has(name, "work")
+        return await self._has_function(name, "work")
 
-    async def _has(self, app: str, function: str) -> bool:
+    async def _has_function(self, app: str, function: str) -> bool:
         import modal
 
         from groupwise.jobs.clouds.modal import app as deployed
 
-        client = await self._connect()
+        client = await self._open_client()
         with _host_errors("app"):
             try:
                 await deployed.function(app, function, client).hydrate.aio()
@@ -90,7 +90,7 @@ class LiveModal:
         standard output."""
         import modal
 
-        client = await self._connect()
+        client = await self._open_client()
 
         def deploy_quietly() -> None:
             with redirect_stdout(sys.stderr), modal.enable_output():
@@ -100,13 +100,13 @@ class LiveModal:
             await asyncio.to_thread(deploy_quietly)
 
     async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
-        """See `ModalPort.desk`."""
+        """See `ModalPort.call_coordinator`."""
         from groupwise.jobs.clouds.modal import app
 
-        if not self._has_coordinator and not await self._has(app.DESK_APP, "desk"):
+        if not self._has_coordinator and not await self._has_function(app.DESK_APP, "desk"):
             await self._deploy(app.deploy_desk)
         self._has_coordinator = True
-        desk = app.function(app.DESK_APP, "desk", await self._connect())
+        desk = app.function(app.DESK_APP, "desk", await self._open_client())
         with _host_errors("desk"):
             return await desk.remote.aio(verb, *arguments)
 
@@ -114,7 +114,7 @@ class LiveModal:
         """See `ModalPort.spawn`."""
         from groupwise.jobs.clouds.modal import app
 
-        client = await self._connect()
+        client = await self._open_client()
         if not call.app and not await self.has_app(app_of(app.PLAIN)):
             await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
         with _host_errors("spawn"):
@@ -123,13 +123,13 @@ class LiveModal:
             )
         return str(spawned.object_id)
 
-    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+    async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
         """See `ModalPort.expect_secrets`."""
         from groupwise.jobs.clouds.modal import app
 
-        client = await self._connect()
+        client = await self._open_client()
         with _host_errors("secret"):
-            for secret in app.named_secrets(named, client):
+            for secret in app.named_secrets(variables_by_secret, client):
                 await secret.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def lives(self, call: str) -> bool:
@@ -137,7 +137,7 @@ class LiveModal:
         import modal
         from modal import exception
 
-        function_call = modal.FunctionCall.from_id(call, client=await self._connect())
+        function_call = modal.FunctionCall.from_id(call, client=await self._open_client())
         end_errors = (
             exception.OutputExpiredError,
             exception.FunctionTimeoutError,
@@ -165,7 +165,7 @@ class LiveModal:
         """See `ModalPort.cancel`."""
         import modal
 
-        function_call = modal.FunctionCall.from_id(call, client=await self._connect())
+        function_call = modal.FunctionCall.from_id(call, client=await self._open_client())
         with _host_errors("cancel"), suppress(modal.exception.NotFoundError):
             await function_call.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
 

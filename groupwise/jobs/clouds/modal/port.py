@@ -99,7 +99,7 @@ class ModalPort(Protocol):
         """Start a call that continues without this process; returns its id."""
         ...
 
-    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+    async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
         """Raise RunnerRefused if the workspace lacks one of these secrets, or a secret lacks one of its variables."""
         ...
 

@@ -111,7 +111,7 @@ class Stint:
     """One stint of a job: the part that this call runs."""
 
     def __init__(self, call: Call, call_id: str, context: ContainerContext, spent: float) -> None:
-        self.call, self.me, self.context, self.spent = call, call_id, context, spent
+        self.call, self.call_id, self.context, self.spent = call, call_id, context, spent
         self.volume_attempt = attempt_at(context.home, call.job, call.epoch)
         self.local_attempt = attempt_at(context.scratch, call.job, call.epoch)
         self.request = read_json(self.volume_attempt.at(TAKEN_TOKEN), LARGEST_TOKEN) or {}
@@ -249,7 +249,7 @@ class Stint:
     def sync_state(self) -> None:
         """Copy the state, with a boot id of this stint: pids of this container mean nothing to the coordinator."""
         state = read_json(self.local_attempt.at("state.json")) or {}
-        shared = {**state, "boot_id": f"{self.me} {self.call.number}"}
+        shared = {**state, "boot_id": f"{self.call_id} {self.call.number}"}
         if state.get("phase") != "queued" and shared != self.state:
             self.state = shared
             write_json(self.volume_attempt.at("state.json"), shared)
@@ -352,7 +352,9 @@ class Stint:
         self.context.volume.commit()
         call = self.call
         return bool(
-            self.context.call_coordinator("hand_over", call.job, call.epoch, call.number, self.me)
+            self.context.call_coordinator(
+                "hand_over", call.job, call.epoch, call.number, self.call_id
+            )
         )
 
     def whole_record(self, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,9 +104,11 @@ def remove_old_runners(root: Root, current: str, cutoff: float) -> int:
         names = os.listdir(root.at("runners"))
     except OSError:
         return 0
-    others = [name[:64] for name in names if RUNNER_FILE.fullmatch(name) and name[:64] != current]
-    others.sort(key=lambda sha: modification_time(root.at("runners", sha + ".py")))
-    outdated = set(others[:-1])
+    other_hashes = [
+        name[:64] for name in names if RUNNER_FILE.fullmatch(name) and name[:64] != current
+    ]
+    other_hashes.sort(key=lambda sha: modification_time(root.at("runners", sha + ".py")))
+    outdated = set(other_hashes[:-1])
     paths = [root.at("runners", name) for name in names if name[:64] in outdated]
     paths = [path for path in paths if changed_before(path, cutoff)]
     for path in paths:

@@ -110,11 +110,11 @@ class LaunchRequest:
             )
         if not are_words(self.engine_options):
             raise RequestRejected("bad_request", "engine_options are words of a command line")
-        problems = list(self._problems())
+        problems = list(self._spec_problems())
         if problems:
             raise LaunchRefused("bad_spec", "; ".join(problems))
 
-    def _problems(self) -> Iterator[str]:
+    def _spec_problems(self) -> Iterator[str]:
         try:
             arguments_of(self.spec.get("arguments"))
         except RequestRejected as refusal:

@@ -41,7 +41,7 @@ def come(
     for path in wanted:
         (results.incoming / path).parent.mkdir(parents=True, exist_ok=True)
         (results.incoming / path).write_bytes(files[path])
-    results.accept(wanted, offered, attempt, ended=ended)
+    results.accept(wanted, offered, attempt, has_ended=ended)
     return set(wanted)
 
 

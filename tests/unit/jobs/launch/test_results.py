@@ -47,7 +47,7 @@ def test_what_an_earlier_job_of_the_name_brought_back_is_set_aside(tmp_path: Pat
     assert results.set_aside(folder) is None
     prepare(folder)
     with results_folder(folder, "job on this machine") as brought:
-        brought.accept({}, {}, 1, ended=True)
+        brought.accept({}, {}, 1, has_ended=True)
     write(folder, result(HANDLE, "local", FAILED, FetchedResults(folder, (), 0, {})))
     assert is_all_of(folder, HANDLE)
     aside = results.set_aside(folder)
