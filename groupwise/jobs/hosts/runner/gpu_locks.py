@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import cell_words, number_in, read_text, remove_file
-from groupwise.jobs.hosts.runner.gpus import probe_gpus
 from groupwise.jobs.hosts.runner.locks import HeldLock, is_locked, take_lock
+from groupwise.jobs.hosts.runner.nvidia_smi import probe_gpus
 from groupwise.jobs.hosts.runner.processes import AttemptProcesses, command_of, read_process
 from groupwise.jobs.hosts.runner.protocol import LaunchRefused, gpus_of
 from groupwise.jobs.hosts.runner.root import attempt_of
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, BinaryIO
 
-    from groupwise.jobs.hosts.runner.gpus import GpuReport
     from groupwise.jobs.hosts.runner.launch_request import LaunchRequest
+    from groupwise.jobs.hosts.runner.nvidia_smi import GpuReport
     from groupwise.jobs.hosts.runner.protocol import VerbAnswer
     from groupwise.jobs.hosts.runner.root import Root
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.jobs.hosts import answers
-from groupwise.jobs.hosts.runner.gpus import parse_apps, parse_gpus, parse_mig, parse_number
+from groupwise.jobs.hosts.runner.nvidia_smi import parse_apps, parse_gpus, parse_mig, parse_number
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, machine
 
