@@ -35,10 +35,10 @@ def prctl(option: int, value: object) -> None:
         pass
 
 
-def command_environment(order: LaunchRequest, visible: str, user: str) -> dict[str, str]:
+def command_environment(request: LaunchRequest, visible: str, user: str) -> dict[str, str]:
     """The command's environment: a few of the machine's variables, then the job's, its secrets, and the runner's own variables."""
-    attempt = order.attempt
-    outer = os.environ.items() if order.engine else ()
+    attempt = request.attempt
+    outer = os.environ.items() if request.engine else ()
     environment = {
         **{name: text for name, text in outer if name.startswith(ENGINE_PREFIXES)},
         "HOME": os.path.expanduser("~"),
@@ -46,27 +46,27 @@ def command_environment(order: LaunchRequest, visible: str, user: str) -> dict[s
         "LOGNAME": user,
         "LANG": os.environ.get("LANG") or "C.UTF-8",
         "PYTHONUNBUFFERED": "1",  # output to a pipe is otherwise buffered, and appears in the log only after some kilobytes
-        **order.spec.get("environment", {}),
-        **order.environment,
-        **order.secrets,
-        "PATH": order.path,
+        **request.spec.get("environment", {}),
+        **request.environment,
+        **request.secrets,
+        "PATH": request.path,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": visible,
         ATTEMPT_VARIABLE: attempt.name,
         FOLDER_VARIABLE: attempt.path,
     }
-    if order.artefacts:
-        environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, order.artefacts[0])
-    if order.resume_path:
-        environment["RESUME_FROM"] = os.path.join(attempt.work, order.resume_path)
-    if order.members > 1:
-        environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
+    if request.artefacts:
+        environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, request.artefacts[0])
+    if request.resume_path:
+        environment["RESUME_FROM"] = os.path.join(attempt.work, request.resume_path)
+    if request.members > 1:
+        environment["NODE_RANK"], environment["NNODES"] = str(request.rank), str(request.members)
         environment["GROUPWISE_RENDEZVOUS"] = attempt.name
     return environment
 
 
 def run_child(
-    order: LaunchRequest,
+    request: LaunchRequest,
     environment: dict[str, str],
     start_r: int,
     exec_error_w: int,
@@ -79,7 +79,7 @@ def run_child(
         os.setsid()
         prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
         if os.read(start_r, 1):
-            exec_command(order, environment, log, inherited)
+            exec_command(request, environment, log, inherited)
     except OSError as error:
         os.write(exec_error_w, b"%d" % (error.errno or errno.EIO))
     except BaseException:  # noqa: BLE001  (after any error of exec it must not continue as a second supervisor)
@@ -89,7 +89,7 @@ def run_child(
 
 
 def exec_command(
-    order: LaunchRequest, environment: dict[str, str], log: int, inherited: list[int]
+    request: LaunchRequest, environment: dict[str, str], log: int, inherited: list[int]
 ) -> NoReturn:
     """Set up streams, folder and signals as programs expect them, then execute the program."""
     devnull = os.open(os.devnull, os.O_RDONLY)
@@ -97,7 +97,7 @@ def exec_command(
         os.dup2(source, target)
     for fd in inherited:
         os.set_inheritable(fd, True)
-    os.chdir(order.attempt.work)
+    os.chdir(request.attempt.work)
     os.umask(0o022)
     for signum in (
         signal.SIGTERM,
@@ -108,8 +108,8 @@ def exec_command(
         signal.SIGXFSZ,
     ):
         signal.signal(signum, signal.SIG_DFL)
-    arguments = order.spec["arguments"]
-    program = find_program(arguments[0], order.path) or arguments[0]
+    arguments = request.spec["arguments"]
+    program = find_program(arguments[0], request.path) or arguments[0]
     os.execve(program, arguments, environment)
 
 

@@ -29,23 +29,23 @@ GPU_LOCK_TIMEOUT = 1.0
 GHOST_LOOKS = 3
 
 
-def resolve_gpus(order: LaunchRequest) -> str:
+def resolve_gpus(request: LaunchRequest) -> str:
     """The value of CUDA_VISIBLE_DEVICES: current GPU indices in PCI bus order; names for MIG devices."""
-    if not order.gpus:
+    if not request.gpus:
         return ""
-    report = probe_gpus(order.root, order.body)
+    report = probe_gpus(request.root, request.body)
     for _ in range(GHOST_LOOKS):
         if not any(
-            app["uuid"] in order.gpus and read_process(app["pid"]) is None for app in report.apps
+            app["uuid"] in request.gpus and read_process(app["pid"]) is None for app in report.apps
         ):
             break
         # The listed process does not exist: it ended since nvidia-smi ran, or its pid belongs to another container. Only the first kind
         # disappears on another look.
-        report = probe_gpus(order.root, order.body)
-    return ",".join(resolve_gpu(order, report, uuid) for uuid in order.gpus)
+        report = probe_gpus(request.root, request.body)
+    return ",".join(resolve_gpu(request, report, uuid) for uuid in request.gpus)
 
 
-def resolve_gpu(order: LaunchRequest, report: GpuReport, uuid: str) -> str:
+def resolve_gpu(request: LaunchRequest, report: GpuReport, uuid: str) -> str:
     """One GPU's index or MIG name. Raises LaunchRefused if the GPU is missing, faulty, or in use."""
     device = next((d for g in report.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
     gpu = report.gpu(uuid)
@@ -69,23 +69,23 @@ def resolve_gpu(order: LaunchRequest, report: GpuReport, uuid: str) -> str:
                 raise LaunchRefused(
                     "foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder
                 )
-            if order.share_mb is None:
+            if request.share_mb is None:
                 raise LaunchRefused(
                     "gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder
                 )
-    order.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
+    request.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
     return uuid if gpu is None else str(gpu["index"])
 
 
-def take_gpus(order: LaunchRequest) -> list[int]:
+def take_gpus(request: LaunchRequest) -> list[int]:
     """Take the locks of all GPUs and of the slot, or none of them. Raises LaunchRefused."""
     locked: list[int] = []
     try:
-        for uuid in sorted(order.gpus):
-            locked.extend(take_gpu(order, uuid))
-        if order.slot is not None:
-            path = order.root.lock(f"slot-{order.slot}.lock")
-            locked.append(take_named_lock(path, order.attempt.name, f"slot {order.slot}"))
+        for uuid in sorted(request.gpus):
+            locked.extend(take_gpu(request, uuid))
+        if request.slot is not None:
+            path = request.root.lock(f"slot-{request.slot}.lock")
+            locked.append(take_named_lock(path, request.attempt.name, f"slot {request.slot}"))
     except BaseException:
         for fd in locked:
             os.close(fd)
@@ -106,31 +106,31 @@ def take_named_lock(path: str, name: str, label: str, mode: int = fcntl.LOCK_EX)
     return fd
 
 
-def take_gpu(order: LaunchRequest, uuid: str) -> list[int]:
+def take_gpu(request: LaunchRequest, uuid: str) -> list[int]:
     """Lock a GPU: exclusively for a whole GPU; for a share jointly, plus a file of the share's own that contains its size."""
-    path = order.root.gpu_lock(uuid)
-    if order.share_mb is None:
-        return [take_named_lock(path, order.attempt.name, uuid)]
-    fd = take_named_lock(path, order.attempt.name, uuid, fcntl.LOCK_SH)
+    path = request.root.gpu_lock(uuid)
+    if request.share_mb is None:
+        return [take_named_lock(path, request.attempt.name, uuid)]
+    fd = take_named_lock(path, request.attempt.name, uuid, fcntl.LOCK_SH)
     try:
-        return [fd, take_share(order, uuid, order.share_mb)]
+        return [fd, take_share(request, uuid, request.share_mb)]
     except BaseException:
         os.close(fd)
         raise
 
 
-def take_share(order: LaunchRequest, uuid: str, share_mb: int) -> int:
+def take_share(request: LaunchRequest, uuid: str, share_mb: int) -> int:
     """Take a share if it fits in addition to the held ones. A share lasts as long as the lock on its file, so no counter is needed."""
-    folder = order.root.shares(uuid)
-    total = order.memory_mb.get(uuid) or 0
-    with HeldLock(order.root.lock("shares.lock")):
+    folder = request.root.shares(uuid)
+    total = request.memory_mb.get(uuid) or 0
+    with HeldLock(request.root.lock("shares.lock")):
         shares = {name: held_share_mb(os.path.join(folder, name)) for name in os.listdir(folder)}
         used_mb = sum(shares.values())
         if used_mb + share_mb > total:
             holder = ", ".join(sorted(name for name, size_mb in shares.items() if size_mb))
             message = f"{uuid} has {total} MiB, {used_mb} are shared out to others ({holder})"
             raise LaunchRefused("gpu_busy", message, holder)
-        fd = take_lock(os.path.join(folder, order.attempt.name))
+        fd = take_lock(os.path.join(folder, request.attempt.name))
         assert fd is not None, "a share is taken under the lock of its job"
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d" % share_mb, 0)

@@ -53,24 +53,24 @@ exec python3 -I -S -X utf8 {runner} {folder}
 
 def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Start the command of an attempt, once."""
-    order = LaunchRequest(root, body)
-    attempt = order.attempt
+    request = LaunchRequest(root, body)
+    attempt = request.attempt
     if os.path.isdir(attempt.path) and not never_started(attempt):
-        record_contact(attempt, order.last_contact)
+        record_contact(attempt, request.last_contact)
         return member(attempt), b""
     visible: str | None = None
     refused: LaunchRefused | None = None
     try:
-        order.check()
-        missing = order.missing()
+        request.check()
+        missing = request.missing()
         if missing:
             raise RequestRejected(
                 "missing_blobs", f"{len(missing)} blobs have to be sent first", missing=missing
             )
-        check_free_space(order)
-        if not order.engine:
-            check_program(order)
-            visible = resolve_gpus(order)
+        check_free_space(request)
+        if not request.engine:
+            check_program(request)
+            visible = resolve_gpus(request)
     except LaunchRefused as error:
         refused = error
     keep_spare(root)
@@ -85,9 +85,9 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
         try:
             if refused:
                 raise refused
-            ready_fd = enqueue(order) if order.engine else start_supervisor(order, visible)
+            ready_fd = enqueue(request) if request.engine else start_supervisor(request, visible)
         except LaunchRefused as error:
-            claim(attempt, {"phase": "refused", "refused": error.record, **order.first_state()})
+            claim(attempt, {"phase": "refused", "refused": error.record, **request.first_state()})
             return member(attempt), b""
     if ready_fd is not None:
         # Readable once the supervisor has closed the pipe.
@@ -96,32 +96,37 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     return member(attempt), b""
 
 
-def enqueue(order: LaunchRequest) -> None:
+def enqueue(request: LaunchRequest) -> None:
     """Create the attempt's folder with all files that the engine needs to start it. Raises LaunchRefused."""
-    blobs_lock = lock_blobs(order)
+    blobs_lock = lock_blobs(request)
     try:
-        state = {"phase": "queued", **order.first_state()}
-        claim(order.attempt, state, order.last_contact, lambda folder: fill_queued(order, folder))
+        state = {"phase": "queued", **request.first_state()}
+        claim(
+            request.attempt,
+            state,
+            request.last_contact,
+            lambda folder: fill_queued(request, folder),
+        )
     finally:
         os.close(blobs_lock)
 
 
-def lock_blobs(order: LaunchRequest) -> int:
+def lock_blobs(request: LaunchRequest) -> int:
     """Lock the blobs against removal by `sweep`. Raises RequestRejected `busy` if a sweep is running, or if a blob of this launch is
     missing."""
-    lock = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_TIMEOUT)
-    if lock is None or order.missing():
+    lock = take_lock(request.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_TIMEOUT)
+    if lock is None or request.missing():
         raise RequestRejected("busy", "blobs are being swept; ask again")
     return lock
 
 
-def fill_queued(order: LaunchRequest, folder: str) -> None:
+def fill_queued(request: LaunchRequest, folder: str) -> None:
     """Write the job's files, the runner itself, the script that the engine runs, and the token."""
     import shlex
 
-    attempt = order.attempt
+    attempt = request.attempt
     try:
-        for _ in order.lay_out(os.path.join(folder, "work")):
+        for _ in request.lay_out(os.path.join(folder, "work")):
             pass
     except OSError as error:
         if is_disk_full(error):
@@ -132,24 +137,28 @@ def fill_queued(order: LaunchRequest, folder: str) -> None:
     runner, attempt_path = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
     script = BEGIN_SCRIPT.format(runner=runner, folder=attempt_path).encode()
     write_file(os.path.join(folder, "begin.sh"), script)
-    fields = {name: value for name, value in order.body.items() if name not in ("clock", "source")}
-    token = {**fields, "root": os.path.abspath(order.root.path), "secrets": order.secrets}
+    fields = {
+        name: value for name, value in request.body.items() if name not in ("clock", "source")
+    }
+    token = {**fields, "root": os.path.abspath(request.root.path), "secrets": request.secrets}
     write_file(os.path.join(folder, TOKEN), as_bytes(token))
     write_file(os.path.join(folder, ENGINE_LOG), b"")
     write_file(os.path.join(folder, "supervisor.lock"), b"")
 
 
-def start_supervisor(order: LaunchRequest, visible: str | None) -> int:
+def start_supervisor(request: LaunchRequest, visible: str | None) -> int:
     """Take locks, create the folder, fork the supervisor. Returns a pipe that becomes readable once the attempt's state is known. Raises
     LaunchRefused."""
-    locks = take_gpus(order)
-    blobs_lock = lock_blobs(order)
-    lock = claim(order.attempt, {"phase": "claimed", **order.first_state()}, order.last_contact)
+    locks = take_gpus(request)
+    blobs_lock = lock_blobs(request)
+    lock = claim(
+        request.attempt, {"phase": "claimed", **request.first_state()}, request.last_contact
+    )
     assert lock is not None, "a claimed folder has a lock"
     ready_r, ready_w = os.pipe()
     child = os.fork()
     if child == 0:
-        detach(order, visible or "", [lock, *locks], blobs_lock, ready_w)
+        detach(request, visible or "", [lock, *locks], blobs_lock, ready_w)
     for fd in (lock, *locks, blobs_lock, ready_w):
         os.close(fd)
     os.waitpid(child, 0)
@@ -157,13 +166,13 @@ def start_supervisor(order: LaunchRequest, visible: str | None) -> int:
 
 
 def detach(
-    order: LaunchRequest, visible: str, locks: list[int], blobs_lock: int, ready_fd: int
+    request: LaunchRequest, visible: str, locks: list[int], blobs_lock: int, ready_fd: int
 ) -> NoReturn:
     """Fork a grandchild in its own session, which init or a subreaper adopts. It becomes the supervisor."""
     try:
         os.setsid()
         if os.fork() == 0:
-            Supervisor(order, visible, locks, blobs_lock, ready_fd).run()
+            Supervisor(request, visible, locks, blobs_lock, ready_fd).run()
     except BaseException as error:  # noqa: BLE001
         # This process is a copy of the one that answers the request. After any error it must exit and not return into that code.
         text = f"{type(error).__name__} at {traceback_summary(error)}: {error}\n"
@@ -193,10 +202,10 @@ def supervise(folder: str) -> int:
         return skip_attempt(f"{attempt.name} was begun before, or voided; it does not begin again")
     body = read_json(token, LARGEST_TOKEN) or {}
     remove_file(token)
-    order = LaunchRequest(attempt.root, body)
+    request = LaunchRequest(attempt.root, body)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devnulls = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
-    Supervisor(order, visible, [lock], *devnulls).run()
+    Supervisor(request, visible, [lock], *devnulls).run()
     exit_record = exit_of(attempt, "exit.json") or {}
     if exit_record.get("signal") is not None:
         return 128 + int(exit_record["signal"])

@@ -199,12 +199,12 @@ class LaunchRequest:
         }
 
 
-def check_free_space(order: LaunchRequest) -> None:
+def check_free_space(request: LaunchRequest) -> None:
     """Check free disk space and memory; raises LaunchRefused if there is too little. With an engine check the disk only: the job uses
     another machine's memory."""
-    load = load_of(order.root)
-    disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
-    ram = None if order.engine else ram
+    load = load_of(request.root)
+    disk, ram = request.limits.get("disk_mb"), request.limits.get("ram_mb")
+    ram = None if request.engine else ram
     if disk is not None and load["disk_free_mb"] < disk:
         raise LaunchRefused(
             "disk_full", f"{load['disk_free_mb']} MB are free, {disk} are asked for"
@@ -215,12 +215,12 @@ def check_free_space(order: LaunchRequest) -> None:
         )
 
 
-def check_program(order: LaunchRequest) -> None:
+def check_program(request: LaunchRequest) -> None:
     """Check that the command's program exists; raises LaunchRefused if not. A relative path is not checked: it names one of the job's
     files."""
-    program = order.spec["arguments"][0]
+    program = request.spec["arguments"][0]
     if "/" in program and not os.path.isabs(program):
         return
-    if not find_program(program, order.path):
-        location = "" if "/" in program else f"on PATH, which is {order.path}"
+    if not find_program(program, request.path):
+        location = "" if "/" in program else f"on PATH, which is {request.path}"
         raise LaunchRefused("unknown_program", f"there is no program {program:.200} {location}")

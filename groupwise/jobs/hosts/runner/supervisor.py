@@ -88,14 +88,14 @@ class Supervisor:
 
     def __init__(
         self,
-        order: LaunchRequest,
+        request: LaunchRequest,
         visible: str,
         locks: list[int],
         blobs_lock_fd: int,
         ready_fd: int,
     ) -> None:
-        self.order, self.visible = order, visible
-        self.attempt = order.attempt
+        self.request, self.visible = request, visible
+        self.attempt = request.attempt
         self.lock_fd, self.inherited_fds = locks[0], locks[1:]
         self.blobs_lock_fd, self.ready_fd = blobs_lock_fd, ready_fd
         self.state: dict[str, Any] = read_json(self.attempt.at("state.json")) or {}
@@ -103,7 +103,7 @@ class Supervisor:
         self.log: Log | None = None
         self.started_at = time.monotonic()
         self.next_beat = self.ended_at = 0.0
-        self.last_contact = order.last_contact
+        self.last_contact = request.last_contact
         self.stop_request: StopRequest | None = None
         self.killed = False
         self.terminate_at = math.inf
@@ -117,13 +117,13 @@ class Supervisor:
         """Run the attempt, from laying out its files to writing its exit record."""
         self.daemonize()
         try:
-            if self.order.engine:
+            if self.request.engine:
                 # Another machine may have laid it out. From now on the attempt belongs to this one.
                 self.state.update(
                     phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename
                 )
                 write_json(self.attempt.at("state.json"), self.state)
-                check_program(self.order)
+                check_program(self.request)
             else:
                 self.lay_out()
         except LaunchRefused as refusal:
@@ -153,7 +153,7 @@ class Supervisor:
         """Detach from the caller: streams, signals, folder, control group. Become the parent of all processes that the command orphans."""
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
-        if self.order.engine:
+        if self.request.engine:
             signal.signal(signal.SIGTERM, self.evict)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         os.chdir("/")
@@ -172,14 +172,14 @@ class Supervisor:
         prctl(SET_NAME, b"groupwise-super")
         unit = unit_name(self.attempt)
         # The engine accounts for, and ends, the processes in the group that it made: make no other group inside it.
-        methods = ["session"] if self.order.engine else supervision_methods()
-        if self.order.method in methods:
-            methods = methods[methods.index(self.order.method) :]
+        methods = ["session"] if self.request.engine else supervision_methods()
+        if self.request.method in methods:
+            methods = methods[methods.index(self.request.method) :]
         scope = enter_systemd_scope(unit) if methods[0] == "systemd" else None
         if methods[0] == "systemd" and scope is None:
             methods = methods[1:]
         self.cgroups = Cgroups() if methods[0] == "session" else make_cgroups(unit, scope)
-        self.cgroups.limit(self.order.limits.get("ram_mb"))
+        self.cgroups.limit(self.request.limits.get("ram_mb"))
         self.state["method"] = methods[0]
 
     def detach_streams(self) -> None:
@@ -202,7 +202,7 @@ class Supervisor:
     def lay_out(self) -> None:
         """Put the files into the working folder. Stop early if the attempt is cancelled or its deadman expires."""
         next_check = time.monotonic() + TICK
-        for _ in self.order.lay_out(self.attempt.work):
+        for _ in self.request.lay_out(self.attempt.work):
             if time.monotonic() >= next_check:
                 self.beat()
                 next_check = time.monotonic() + TICK
@@ -232,7 +232,7 @@ class Supervisor:
         """Fork the child, record it, then let it run the program. Returns why the program could not start, or None."""
         start_r, start_w = os.pipe()
         exec_error_r, exec_error_w = os.pipe()
-        environment = command_environment(self.order, self.visible, self.user)
+        environment = command_environment(self.request, self.visible, self.user)
         tether = os.open(self.attempt.at("tether"), os.O_RDONLY)
         step = "its log cannot be opened"
         try:
@@ -245,7 +245,7 @@ class Supervisor:
             for fd in (start_w, exec_error_r, self.lock_fd, self.ready_fd):
                 os.close(fd)
             run_child(
-                self.order,
+                self.request,
                 environment,
                 start_r,
                 exec_error_w,
@@ -253,7 +253,7 @@ class Supervisor:
                 [tether, *self.inherited_fds],
             )
         # From here on only the child needs the secrets.
-        self.order.secrets.clear()
+        self.request.secrets.clear()
         environment.clear()
         for fd in (start_r, exec_error_w, tether):
             os.close(fd)
@@ -296,7 +296,7 @@ class Supervisor:
         os.waitpid(self.child, 0)
         error_number = int(fields[0])
         code = 127 if error_number in (errno.ENOENT, errno.ENOTDIR) else 126
-        program = self.order.spec["arguments"][0]
+        program = self.request.spec["arguments"][0]
         return StopRequest(
             "spawn_failed", f"{program:.200}: {os.strerror(error_number)}", 0.0, code=code
         )
@@ -365,21 +365,21 @@ class Supervisor:
             return None
         notice = number_in(cell_words(self.attempt.at(EVICT)))
         if notice is None and self.evicted:
-            notice = min(self.order.grace, EVICT_GRACE)
+            notice = min(self.request.grace, EVICT_GRACE)
         if notice is not None:
             message = "the owner of its machine wants it back"
-            if self.order.engine:
-                message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or it was cancelled there"
+            if self.request.engine:
+                message = f"{self.request.engine} ended it: its machine was wanted back, its time was up, or it was cancelled there"
             return StopRequest("evicted", message, now + notice)
-        limit = self.order.limits.get("time_seconds")
+        limit = self.request.limits.get("time_seconds")
         if limit is not None and self.child and now - self.started_at >= limit:
             message = f"its time limit of {limit:g} s was reached"
-            return StopRequest("time_limit", message, now + self.order.grace)
-        if self.order.deadman is not None and self.silence() >= self.order.deadman:
-            message = f"no contact with the control plane for {self.order.deadman:g} s"
+            return StopRequest("time_limit", message, now + self.request.grace)
+        if self.request.deadman is not None and self.silence() >= self.request.deadman:
+            message = f"no contact with the control plane for {self.request.deadman:g} s"
             # Count from the last contact: a machine that was suspended for the whole time kills at once.
-            grace = min(self.order.grace, DEADMAN_GRACE)
-            seconds_left = self.order.deadman + grace - self.silence()
+            grace = min(self.request.grace, DEADMAN_GRACE)
+            seconds_left = self.request.deadman + grace - self.silence()
             return StopRequest("deadman", message, now + seconds_left)
         return None
 
@@ -446,7 +446,7 @@ class Supervisor:
                 self.stop_request.kill_at,
                 stop_request.kill_at if stop_request else self.stop_request.kill_at,
             )
-        kill_at = self.ended_at + min(self.order.grace, LEFTOVER_GRACE)
+        kill_at = self.ended_at + min(self.request.grace, LEFTOVER_GRACE)
         return min(kill_at, stop_request.kill_at) if stop_request else kill_at
 
     def finish(self, stop_request: StopRequest, exit_info: os.waitid_result | None) -> None:
@@ -489,7 +489,7 @@ class Supervisor:
             "max_rss_mb": usage.ru_maxrss >> 10,
             "finished_at": time.time(),
             "tail": self.log.tail() if self.log else "",
-            "gpus": len(self.order.gpus) or len([gpu for gpu in self.visible.split(",") if gpu]),
+            "gpus": len(self.request.gpus) or len([gpu for gpu in self.visible.split(",") if gpu]),
             "checkpoints": count,
             "step": step,
             "leftovers": self.leftover_count,
@@ -497,7 +497,7 @@ class Supervisor:
 
 
 class StopRequest:
-    """Why the command has to end, and the monotonic time at which it is killed."""
+    """Why the command has to end, or has ended, and the monotonic time at which it is killed."""
 
     def __init__(self, reason: str, message: str, kill_at: float, code: int | None = None) -> None:
         self.reason, self.message, self.kill_at, self.code = reason, message, kill_at, code
