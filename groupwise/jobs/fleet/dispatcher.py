@@ -465,7 +465,7 @@ class GlobalJobDispatcher:
     async def _deal_with_strays(
         self, machine: Machine, runner: Runner, attempts: Sequence[MemberState]
     ) -> None:
-        alive = [state for state in attempts if state.lives or state.may_begin]
+        alive = [state for state in attempts if state.is_alive or state.may_start]
         if not alive:
             return
         jobs = {state.job for state in alive}
@@ -528,7 +528,7 @@ class GlobalJobDispatcher:
 
 async def _stop_attempt(runner: Runner, state: MemberState) -> None:
     """Kill it if it lives; void it first if it may still start."""
-    if state.may_begin:
+    if state.may_start:
         state = await runner.void(state.job, state.epoch)
-    if state.lives:
+    if state.is_alive:
         await runner.kill(state.job, state.epoch, grace=0.0)

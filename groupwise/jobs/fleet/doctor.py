@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.findings import Finding, Findings, Level, OnFinding, Report
 from groupwise.core.terminal.quantities import byte_size
-from groupwise.jobs.clouds.engines import Door
+from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import packing
@@ -49,7 +49,7 @@ from groupwise.jobs.fleet.store.tables import GPU
 from groupwise.jobs.fleet.verbs import keys, status
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 
@@ -430,7 +430,7 @@ async def _check_machine(machine: Machine, known_gpus: int) -> list[Finding]:
 
 
 async def _check_elastic(
-    name: str, runner: Runner, engine: Elastic, door: Door | None
+    name: str, runner: Runner, engine: Elastic, door: SchedulerClient | None
 ) -> list[Finding]:
     """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
     environment of jobs, but not where they run."""
@@ -550,7 +550,7 @@ async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Findin
         state = await runner.launch(Launch(job, 1, spec))
         alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
         while state.state in alive and time.monotonic() - started_at < PROBE_TIMEOUT:
-            known_state = Known(state.state, state.log_size, clock=state.clock)
+            known_state = KnownState(state.state, state.log_size, clock=state.clock)
             for new_state in await runner.wait(
                 {(state.job, state.epoch): known_state}, seconds=5.0
             ):

@@ -37,7 +37,7 @@ from groupwise.jobs.fleet.machines.reaching import (
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
-from groupwise.jobs.hosts.keys import HostKey, parse
+from groupwise.jobs.hosts.keys import HostKey, parse_host_key
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import Patience
 
@@ -307,7 +307,7 @@ class Poller:
                 probe=machine.probe, probe_timeout=pace.probe, timeout=pace.answer
             )
             if door is not None:
-                await door.ask()
+                await door.ping()
         except HostKeyError as error:
             await self._close_connection(watched)
             # The key of the machine, or that of a jump host? With a jump host, only reading the key again shows which.
@@ -316,7 +316,7 @@ class Poller:
             elif watched.machine.jump:
                 await self._read_shown_key(watched)
             else:
-                await self._record_shown_key(watched, parse(error.seen))
+                await self._record_shown_key(watched, parse_host_key(error.seen))
         else:
             await self._database.in_thread(
                 lambda s: observation.apply(

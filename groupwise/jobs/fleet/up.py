@@ -243,7 +243,7 @@ class Hosts:
         """Mark connections kept open to this machine as possibly dead."""
         connection = self._connections.get(vm_id)
         if connection is not None and isinstance(connection[1], SshHost):
-            connection[1].doubt()
+            connection[1].note_restart()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
         """Close connections to all machines but these, and those that were replaced."""

@@ -13,7 +13,7 @@ from groupwise.core.rendezvous import meeting_of
 from groupwise.jobs.fleet.attempts.records import MemberRow, Snapshot
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.secrets import Secrets
-from groupwise.jobs.hosts.driver import Engine, Launch, Resume, Runner
+from groupwise.jobs.hosts.driver import Launch, Resume, Runner, Scheduler
 from groupwise.jobs.hosts.spec import FileEntry, Manifest, from_json
 
 
@@ -41,7 +41,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
     )
 
 
-def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
+def _engine_of(row: Snapshot, member: MemberRow) -> Scheduler | None:
     """The engine that starts it and the options for that, if the machine has one."""
     if member.machine.engine is None:
         return None

@@ -106,7 +106,7 @@ class MemberRow:
         if document is None:
             return None
         state = {"job": "", "epoch": 0, "state": Reading.EXITED, "exit": document}
-        return answers.member_state(state).exit
+        return answers.parse_member_state(state).exit
 
     @property
     def silent_since(self) -> float | None:

@@ -21,7 +21,7 @@ from typing import Protocol
 from groupwise.core.backoff import Backoff
 from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Runner
+from groupwise.jobs.hosts.driver import KnownState, Runner
 from groupwise.jobs.hosts.port import HostError
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Watch:
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
         known = {
-            name: Known(
+            name: KnownState(
                 last_state.state,
                 last_state.log_size,
                 last_state.checkpoints,
@@ -172,7 +172,7 @@ class Watch:
             await self._pause(max(0.0, asked_at + pause - time.monotonic()))
 
 
-def _has_changed(state: MemberState, known: Known) -> bool:
+def _has_changed(state: MemberState, known: KnownState) -> bool:
     current = (state.state, state.log_size, state.checkpoints, state.step)
     return current != (known.state, known.log_size, known.checkpoints, known.step)
 

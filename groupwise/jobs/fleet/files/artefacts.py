@@ -37,7 +37,7 @@ from groupwise.jobs.fleet.files.folders import folder_name
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import Job
 from groupwise.jobs.hosts.answers import WorkTree
-from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
+from groupwise.jobs.hosts.fetching import Fetcher, FileChanged, wait_until_done
 from groupwise.jobs.hosts.files import BlobError, BlobStore, sync_folder
 from groupwise.jobs.hosts.spec import Limits, Manifest, from_json
 
@@ -100,7 +100,7 @@ class Collector:
         """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
         limits = from_json(part.spec).limits
         folder, lock = await asyncio.to_thread(_lock_partial, target)
-        downloads = Fetching(part.runner, part.job_id, part.epoch, folder, self._write_file)
+        downloads = Fetcher(part.runner, part.job_id, part.epoch, folder, self._write_file)
         try:
             changed_path = ""
             for _ in range(TRIES):
@@ -112,8 +112,8 @@ class Collector:
                     return problem
                 await self._copy_known(part, folder, tree.files)
                 try:
-                    await downloads.files(tree.files)
-                except Changed as change:
+                    await downloads.fetch(tree.files)
+                except FileChanged as change:
                     changed_path = str(change)
                     continue
                 await self._write_through_gateway(
@@ -157,7 +157,7 @@ class Collector:
         await self._write_through_gateway("known", copy)
 
     async def _write_through_gateway(self, name: str, fn: Callable[[], T]) -> T:
-        return await to_its_end(self._write_file(name, fn))
+        return await wait_until_done(self._write_file(name, fn))
 
     def _write_file(self, name: str, fn: Callable[[], T]) -> Awaitable[T]:
         return self._gateway.write(f"artefacts.{name}", fn)

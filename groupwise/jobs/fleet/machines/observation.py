@@ -273,7 +273,7 @@ def _find_strays(session: Session, vm_id: str, observation: Observation) -> list
                 bare_processes[state.detail] = MemberState(
                     job, epoch, RunnerState.LOST, survivors=1
                 )
-    live_attempts = (state for state in observation.attempts if state.lives or state.may_begin)
+    live_attempts = (state for state in observation.attempts if state.is_alive or state.may_start)
     candidates = [*live_attempts, *bare_processes.values()]
     known_jobs = (
         records.known_jobs(session, vm_id, {e.job for e in candidates}) if candidates else {}
@@ -348,7 +348,7 @@ def _key_problem(vm: VM, host_key: keys.HostKey) -> str:
 
 def _key_fingerprint(key: str | None) -> str | None:
     try:
-        return None if key is None else keys.parse(key).fingerprint
+        return None if key is None else keys.parse_host_key(key).fingerprint
     except UsageError:  # a row that was written by hand
         return "unreadable"
 

@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Member
 from groupwise.jobs.hosts.answers import Hello, MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import (
     Host,
@@ -383,7 +383,7 @@ class _Follower:
                 await self._read_log(state)
                 if state.state not in ALIVE:
                     return state
-                known = Known(state.state, self._offset, clock=state.clock)
+                known = KnownState(state.state, self._offset, clock=state.clock)
                 for new_state in await self.runner.wait(
                     {(state.job, state.epoch): known}, seconds=WAIT
                 ):

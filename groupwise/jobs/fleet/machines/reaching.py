@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.jobs.clouds.engines import ENGINES, Door, EngineKind
-from groupwise.jobs.clouds.engines import Way as WayToEngine
+from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerClient, SchedulerKind
+from groupwise.jobs.clouds.schedulers import SchedulerAddress as WayToEngine
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.keys import HostKey
@@ -26,7 +26,7 @@ def host_of(machine: Machine, patience: Patience | None = None) -> Host:
     """The connection to a machine; its caller closes it."""
     if machine.transport == LOCAL:
         kind = _engine_kind(machine)
-        return LocalHost(also=() if kind is None else kind.variables)
+        return LocalHost(extra_variables=() if kind is None else kind.credential_variables)
     return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
 
 
@@ -38,17 +38,17 @@ def runner_of(machine: Machine, host: Host) -> Runner:
     )
 
 
-def door_of(machine: Machine, host: Host) -> Door | None:
+def door_of(machine: Machine, host: Host) -> SchedulerClient | None:
     """The client of the machine's engine; None: it has none, or one that this fleet does not know."""
     kind = _engine_kind(machine)
     if kind is None or machine.engine is None:
         return None
     settings = machine.engine.body
-    return kind.door(WayToEngine(host, machine.workdir, machine.python, settings.address))
+    return kind.connect(WayToEngine(host, machine.workdir, machine.python, settings.address))
 
 
-def _engine_kind(machine: Machine) -> EngineKind | None:
-    return None if machine.engine is None else ENGINES.get(machine.engine.body.name)
+def _engine_kind(machine: Machine) -> SchedulerKind | None:
+    return None if machine.engine is None else SCHEDULERS.get(machine.engine.body.name)
 
 
 async def shown_key(machine: Machine) -> HostKey:

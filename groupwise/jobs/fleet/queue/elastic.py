@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from groupwise.api.schemas.fleet import EngineBody
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
-from groupwise.jobs.clouds.engines import ENGINES, EngineRequest
+from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerRequest
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.hosts.driver import Engine
+from groupwise.jobs.hosts.driver import Scheduler
 from groupwise.jobs.hosts.spec import Limits
 
 
@@ -37,12 +37,12 @@ class Elastic:
     @property
     def title(self) -> str:
         """The engine's name for display."""
-        kind = ENGINES.get(self.body.name)
+        kind = SCHEDULERS.get(self.body.name)
         return self.body.name if kind is None else kind.title
 
-    def engine(self, resources: Resources, limits: Limits) -> Engine:
+    def engine(self, resources: Resources, limits: Limits) -> Scheduler:
         """The engine and its options for a job. Raises UsageError if its options are invalid."""
-        request = EngineRequest(
+        request = SchedulerRequest(
             resources.gpu_count,
             self.body.gpu_model,
             resources.cpus,
@@ -50,7 +50,7 @@ class Elastic:
             self.body.options,
             limits,
         )
-        return Engine(self.body.name, ENGINES[self.body.name].options(request))
+        return Scheduler(self.body.name, SCHEDULERS[self.body.name].options(request))
 
 
 def elastic_of(document: object) -> Elastic | None:
@@ -77,11 +77,11 @@ def problems(document: Mapping[str, Any]) -> list[str]:
 
 
 def _unusable(body: EngineBody) -> str | None:
-    kind = ENGINES.get(body.name)
+    kind = SCHEDULERS.get(body.name)
     if kind is None:
-        return f"there is none called {body.name!r}: {', '.join(ENGINES)}"
+        return f"there is none called {body.name!r}: {', '.join(SCHEDULERS)}"
     try:
-        kind.options(EngineRequest(options=body.options))
+        kind.options(SchedulerRequest(options=body.options))
         if body.address is not None:
             kind.check_address(body.address)
     except UsageError as error:

@@ -357,7 +357,7 @@ def fingerprint(key: str | None) -> str | None:
     )
 
     try:
-        return keys.parse(key).fingerprint
+        return keys.parse_host_key(key).fingerprint
     except UsageError:  # a row that was written by hand must not hide the others
         return "unreadable"
 

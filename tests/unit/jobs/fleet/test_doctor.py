@@ -27,7 +27,7 @@ PYTHON = "/env/bin/python"
 def member(**more: Any) -> MemberState:
     ended = {"code": 0, "signal": None, "reason": "exited", "message": ""}
     about: dict[str, Any] = {"job": "doctor-1", "epoch": 1, "state": "exited", "exit": ended}
-    return answers.member_state(about | more)
+    return answers.parse_member_state(about | more)
 
 
 def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Finding]:
