@@ -173,17 +173,17 @@ class Task:
         """The function that `get_sft_formatting_func` or `get_sft_data_collator` returns; None if the hook is missing or returns None."""
         if not self.has(hook):
             return None
-        given = self._call(hook, config=config, tokenizer=tokenizer)
-        if given is not None and not callable(given):
+        function = self._call(hook, config=config, tokenizer=tokenizer)
+        if function is not None and not callable(function):
             raise TaskError(
-                f"{self.described}: {hook} returned {type(given).__name__}. Expected a function."
+                f"{self.described}: {hook} returned {type(function).__name__}. Expected a function."
             )
-        return given
+        return function
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """The rewards; `weights` replaces the task's own weights."""
-        given = self._call("get_reward_funcs", config=config, tokenizer=tokenizer)
-        return Rubric.of(given, weights, where=f"{self.described}: get_reward_funcs")
+        functions = self._call("get_reward_funcs", config=config, tokenizer=tokenizer)
+        return Rubric.of(functions, weights, where=f"{self.described}: get_reward_funcs")
 
     @property
     def gives_rewards(self) -> bool:
@@ -209,7 +209,7 @@ class Task:
             check_methods(factory, f"{self.described}: get_environment")
         if not examples:
             return factory
-        columns = set(examples[0].columns).intersection(*(each.columns for each in examples))
+        columns = set(examples[0].columns).intersection(*(example.columns for example in examples))
         _refuse_columns(GIVEN, examples, f"{self.described}", "`reset` gets")
         check_reset(factory, columns, f"{self.described}: get_environment")
         return factory
@@ -228,18 +228,18 @@ class Task:
         True`.
         """
         hook = getattr(self._hooks, "compute_metrics", None)
-        whole = getattr(hook, "reads_messages", False) is True
+        reads_messages = getattr(hook, "reads_messages", False) is True
         metrics = self._call(
             "compute_metrics",
             prompts=list(prompts),
-            completions=list(completions) if whole else [completion_text(c) for c in completions],
+            completions=list(completions) if reads_messages else [completion_text(c) for c in completions],
             dataset_rows=list(dataset_rows),
             config=config,
             tokenizer=tokenizer,
         )
         if not isinstance(metrics, dict):
-            got = type(metrics).__name__
-            raise TaskError(f"{self.described}: compute_metrics returned {got}. Expected a dict.")
+            type_name = type(metrics).__name__
+            raise TaskError(f"{self.described}: compute_metrics returned {type_name}. Expected a dict.")
         return cast("dict[str, Any]", metrics)
 
     def config_schema(self) -> type[BaseModel] | None:
@@ -258,15 +258,15 @@ class Task:
         """The task's callbacks for its runs; see `groupwise.training.callbacks.registry`. Empty without the hook."""
         if not self.has("get_rl_callbacks"):
             return ()
-        given = self._call(
+        callbacks = self._call(
             "get_rl_callbacks", config=config, tokenizer=tokenizer, output_dir=output_dir
         )
-        if given is not None and not isinstance(given, list | tuple):
-            got = type(given).__name__
+        if callbacks is not None and not isinstance(callbacks, list | tuple):
+            type_name = type(callbacks).__name__
             raise TaskError(
-                f"{self.described}: get_rl_callbacks returned {got}. Expected a list of callbacks."
+                f"{self.described}: get_rl_callbacks returned {type_name}. Expected a list of callbacks."
             )
-        return cast("Sequence[object]", given or ())
+        return cast("Sequence[object]", callbacks or ())
 
     def check_signature(self, hook: str) -> None:
         """Raise TaskError unless the hook can be called with its arguments."""
@@ -284,23 +284,23 @@ class Task:
 
     def missing(self, hook: str, verb: Verb) -> str:
         """The error message for a missing hook."""
-        there = [name for name in dir(self._hooks) if self._is_hook_like(name)]
-        close = [name for name in there if name not in HOOKS and _alike(name, hook)]
-        names = ", ".join(there) or "none"
-        renamed = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
+        functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
+        close = [name for name in functions if name not in HOOKS and _alike(name, hook)]
+        names = ", ".join(functions) or "none"
+        hint = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
             f"{self.described} has no {hook}, which `{verb}` needs.\n"
             f"  expected: def {_signature(hook)}\n"
-            f"  functions there are: {names}{renamed}"
+            f"  functions there are: {names}{hint}"
         )
 
     def _is_hook_like(self, name: str) -> bool:
         value = getattr(self._hooks, name, None)
-        own = getattr(value, "__module__", None) == getattr(self._hooks, "__name__", None)
+        is_local = getattr(value, "__module__", None) == getattr(self._hooks, "__name__", None)
         return name in HOOKS or (
             inspect.isroutine(value)
             and not name.startswith("_")
-            and (own or not isinstance(self._hooks, ModuleType))
+            and (is_local or not isinstance(self._hooks, ModuleType))
         )
 
     def _examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
@@ -335,9 +335,9 @@ class Task:
 class _Hooks:
     """The hooks of a task, some of them replaced by other functions."""
 
-    def __init__(self, own: object, given: Mapping[str, Callable[..., Any]]) -> None:
-        self._own = own
-        vars(self).update(given)
+    def __init__(self, hooks: object, replacements: Mapping[str, Callable[..., Any]]) -> None:
+        self._own = hooks
+        vars(self).update(replacements)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -431,8 +431,8 @@ def _call_style(
     signature = inspect.signature(function)
     if _binds(signature, (), names):
         return "names"
-    found = list(signature.parameters)
-    displaced = [name for name in names if name in found and found.index(name) != names.index(name)]
+    parameters = list(signature.parameters)
+    displaced = [name for name in names if name in parameters and parameters.index(name) != names.index(name)]
     return "order" if _binds(signature, names, ()) and not displaced else None
 
 

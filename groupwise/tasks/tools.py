@@ -74,16 +74,16 @@ class HermesCalls:
 
     def find(self, text: str) -> list[ToolCall]:
         """See `CallForm.find`."""
-        return [_hermes_call(found.strip()) for found in self._PATTERN.findall(text)]
+        return [_hermes_call(content.strip()) for content in self._PATTERN.findall(text)]
 
     def split(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text without its valid calls, and these calls; malformed ones stay in the text."""
         calls: list[ToolCall] = []
 
-        def without(found: re.Match[str]) -> str:
-            call = _hermes_call(found[1].strip())
+        def without(match: re.Match[str]) -> str:
+            call = _hermes_call(match[1].strip())
             if call.problem is not None:
-                return found[0]
+                return match[0]
             calls.append(call)
             return ""
 
@@ -113,7 +113,7 @@ class TextCalls:
 
     def find(self, text: str) -> list[ToolCall]:
         """See `CallForm.find`."""
-        return [ToolCall(self.tool, found.groupdict()) for found in re.finditer(self.pattern, text)]
+        return [ToolCall(self.tool, match.groupdict()) for match in re.finditer(self.pattern, text)]
 
     def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
         """See `CallForm.results`."""
@@ -134,16 +134,16 @@ class Tools:
             raise TaskError(
                 "Tools: no tool is there; give functions, or a class with public methods."
             )
-        made = [schema_of(function) for function in functions]
-        self.names = tuple(schema["function"]["name"] for schema in made)
-        twice = [name for name in self.names if self.names.count(name) > 1]
-        if twice:
-            raise TaskError(f"Tools: two tools are called `{twice[0]}`; give them different names.")
+        schemas = [schema_of(function) for function in functions]
+        self.names = tuple(schema["function"]["name"] for schema in schemas)
+        duplicates = [name for name in self.names if self.names.count(name) > 1]
+        if duplicates:
+            raise TaskError(f"Tools: two tools are called `{duplicates[0]}`; give them different names.")
         if isinstance(self.calls, TextCalls) and self.calls.tool not in self.names:
             raise TaskError(
                 f"TextCalls is about the tool `{self.calls.tool}`, but there are: {', '.join(self.names)}."
             )
-        self.schemas: list[Schema] = made if self.calls.renders_schemas else []
+        self.schemas: list[Schema] = schemas if self.calls.renders_schemas else []
         """Schemas for the chat template."""
 
     @property
@@ -174,10 +174,10 @@ class ToolEnvironment:
         self._state = state
         self._chat = True
 
-    async def reset(self, **given: Any) -> Any:
+    async def reset(self, **arguments: Any) -> Any:
         """Start the rollout; a class of tools gets the same call."""
-        self._chat = not isinstance(given["prompt"], str)
-        return await self._ask("reset", given)
+        self._chat = not isinstance(arguments["prompt"], str)
+        return await self._ask("reset", arguments)
 
     async def step(self, completion: str) -> Step:
         """The results of the calls in a completion; a completion without calls is the final answer."""
@@ -199,11 +199,11 @@ class ToolEnvironment:
         """Free the resources of the class."""
         await self._ask("close")
 
-    async def _ask(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
+    async def _ask(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
         function = getattr(self._state, method, None)
         if function is None:
             return None
-        answer = function(**reset_arguments(function, given or {}))
+        answer = function(**reset_arguments(function, arguments or {}))
         return await answer if inspect.isawaitable(answer) else answer
 
     async def _result(self, call: ToolCall) -> str:
@@ -242,14 +242,14 @@ def schema_of(tool: Tool) -> Schema:
         hint = hints[parameter.name]
         where = f"Tool `{name}`: the parameter `{parameter.name}`"
         try:
-            found = TypeAdapter(hint).json_schema()
+            json_schema = TypeAdapter(hint).json_schema()
         except (
             Exception
         ) as error:  # pydantic raises several kinds of errors for types that JSON cannot represent
             raise TaskError(
                 f"{where} has the type {hint}, which has no JSON schema: {error}"
             ) from error
-        schema = {key: value for key, value in found.items() if key != "title"}
+        schema = {key: value for key, value in json_schema.items() if key != "title"}
         about = described.get(parameter.name)
         properties[parameter.name] = {**schema, "description": about} if about else schema
     required = [p.name for p in parameters if p.default is p.empty]
@@ -271,12 +271,12 @@ def instructions(schemas: Sequence[Schema]) -> str:
 def _hermes_call(text: str) -> ToolCall:
     expected = 'expected {"name": ..., "arguments": {...}} between the tags'
     try:
-        found = parse_inner(text)
+        content = parse_inner(text)
     except NotStrict as error:
         return ToolCall("", {}, f"the call is no JSON ({error.msg}); {expected}")
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return ToolCall("", {}, f"the call is no JSON object; {expected}")
-    call = cast("dict[str, Any]", found)
+    call = cast("dict[str, Any]", content)
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(str(name or ""), {}, f"the call lacks its name or arguments; {expected}")
@@ -298,9 +298,9 @@ def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
     """The text of a docstring before its sections, and the description of each parameter in its `Args:`."""
     text = inspect.getdoc(tool) or ""
     summary = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)[0]
-    found = re.search(r"(?:Args|Arguments|Parameters):\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
+    match = re.search(r"(?:Args|Arguments|Parameters):\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
     entries = re.findall(
-        r"^ +(\w+)(?: *\([^)]*\))?: (.*(?:\n {8,}.*)*)", found[1] if found else "", re.MULTILINE
+        r"^ +(\w+)(?: *\([^)]*\))?: (.*(?:\n {8,}.*)*)", match[1] if match else "", re.MULTILINE
     )
     return " ".join(summary.split()), {name: " ".join(about.split()) for name, about in entries}
 

@@ -151,9 +151,9 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """Correctness and the layout, with their weights."""
-    own = _own(config)
+    task_config = _own(config)
     layout = SoftFormat(reasoning_tag=THINK.reasoning, answer_tag=THINK.answer, right=1.0)
-    return [(_accuracy(own), 1.0), (layout, own.format_weight)]
+    return [(_accuracy(task_config), 1.0), (layout, task_config.format_weight)]
 
 
 def compute_metrics(
@@ -185,8 +185,8 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(View(section).to_dict())
 
 
-def _accuracy(own: TaskConfig) -> MathAnswer | PureAccuracyMath:
-    return PureAccuracyMath("answer") if own.strict else MathAnswer("answer")
+def _accuracy(task_config: TaskConfig) -> MathAnswer | PureAccuracyMath:
+    return PureAccuracyMath("answer") if task_config.strict else MathAnswer("answer")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -227,39 +227,39 @@ class Splits:
     train: Rows
 
 
-def _splits(own: TaskConfig) -> Splits:
-    if own.source is None:
-        held_out = own.eval_size + own.validation_size
-        problems = generate(own, held_out + (own.train_size or GENERATED))
-        return _split_problems(problems, own, Counter())
-    found, left_out = _problems_of_split(own, own.source, own.source_split)
-    shuffled = Stream("math", own.seed).sample(found, len(found))
-    if own.eval_split is None:
-        return _split_problems(shuffled, own, left_out)
-    tested, left_out_there = _problems_of_split(own, own.source, own.eval_split)
-    test = tested[: own.eval_size]
+def _splits(task_config: TaskConfig) -> Splits:
+    if task_config.source is None:
+        held_out = task_config.eval_size + task_config.validation_size
+        problems = generate(task_config, held_out + (task_config.train_size or GENERATED))
+        return _split_problems(problems, task_config, Counter())
+    train_problems, left_out = _problems_of_split(task_config, task_config.source, task_config.source_split)
+    shuffled = Stream("math", task_config.seed).sample(train_problems, len(train_problems))
+    if task_config.eval_split is None:
+        return _split_problems(shuffled, task_config, left_out)
+    test_problems, left_out_of_test = _problems_of_split(task_config, task_config.source, task_config.eval_split)
+    test = test_problems[: task_config.eval_size]
     test_keys = {problem.key for problem in test}
     rest = [problem for problem in shuffled if problem.key not in test_keys]
     left_out["the test split has the question"] += len(shuffled) - len(rest)
-    splits = _split_problems([*test, *rest], own, left_out, len(test))
-    return replace(splits, test=Rows(splits.test, Account(dict(left_out_there))))
+    splits = _split_problems([*test, *rest], task_config, left_out, len(test))
+    return replace(splits, test=Rows(splits.test, Account(dict(left_out_of_test))))
 
 
 def _split_problems(
-    problems: Sequence[Problem], own: TaskConfig, left_out: Counter[str], test: int | None = None
+    problems: Sequence[Problem], task_config: TaskConfig, left_out: Counter[str], test: int | None = None
 ) -> Splits:
     """Splits the problems. The test takes the first ones, so it does not depend on the number of training rows. Raises TaskError if
     none are left to train on.
     """
-    first = own.eval_size if test is None else test
-    second = first + own.validation_size
+    first = task_config.eval_size if test is None else test
+    second = first + task_config.validation_size
     if len(problems) <= second:
         raise TaskError(
-            f"{own.source} has {len(problems)} different problems that can be used, of which task.eval_size and "
+            f"{task_config.source} has {len(problems)} different problems that can be used, of which task.eval_size and "
             f"task.validation_size take {second}, so that none is left to train on. Lower them."
         )
     rows, account = [problem.row for problem in problems], Account(dict(+left_out))
-    end = None if own.train_size is None else second + own.train_size
+    end = None if task_config.train_size is None else second + task_config.train_size
     parts = rows[:first], rows[first:second], rows[second:end]
     return Splits(*(Rows(part, account) for part in parts))
 
@@ -272,24 +272,24 @@ def _sft_rows(rows: Rows) -> Rows:
 
 
 def _problems_of_split(
-    own: TaskConfig, source: str, split: str
+    task_config: TaskConfig, source: str, split: str
 ) -> tuple[list[Problem], Counter[str]]:
     return problems_of(
-        read_source(source, own.source_config, split, own.columns or None), own, source
+        read_source(source, task_config.source_config, split, task_config.columns or None), task_config, source
     )
 
 
 def problems_of(
-    rows: Sequence[Mapping[str, Any]], own: TaskConfig, source: str
+    rows: Sequence[Mapping[str, Any]], task_config: TaskConfig, source: str
 ) -> tuple[list[Problem], Counter[str]]:
     """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
     question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
     return usable(
         rows,
-        lambda row: problem_of(own, *(row.get(name) for name in (question, answer, solution))),
+        lambda row: problem_of(task_config, *(row.get(name) for name in (question, answer, solution))),
         lambda problem: problem.key,
         source=source,
-        strict=own.strict_rows,
+        strict=task_config.strict_rows,
         remedy=(
             f"Questions are read from `{question}` and answers from `{answer}`: after ####, in \\boxed{{}}, in answer tags, or a text of "
             f"one line with at most {LONGEST_WORDS} characters, {LONGEST_ANSWER} for numbers and expressions without words. task.columns "
@@ -300,14 +300,14 @@ def problems_of(
 
 def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
     """The name of the column that holds questions or answers."""
-    there = dict.fromkeys(name for row in rows for name in row)
-    found = [name for name in COLUMNS[kind] if name in there]
-    if not found:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    matches = [name for name in COLUMNS[kind] if name in columns]
+    if not matches:
         raise TaskError(
-            f"{source} has no column for the {kind}: looked for {', '.join(COLUMNS[kind])}. It has: {', '.join(there)}. Name it in "
+            f"{source} has no column for the {kind}: looked for {', '.join(COLUMNS[kind])}. It has: {', '.join(columns)}. Name it in "
             f"task.columns, as in {{{kind}: …}}."
         )
-    return found[0]
+    return matches[0]
 
 
 def _text(cell: Any) -> str:
@@ -315,7 +315,7 @@ def _text(cell: Any) -> str:
     return str(cell).strip() if is_value else ""
 
 
-def problem_of(own: TaskConfig, *cells: Any) -> Problem:
+def problem_of(task_config: TaskConfig, *cells: Any) -> Problem:
     """The problem made of a row's cells: question, answer and solution. Raises Unusable."""
     question, answer, solution = map(_text, cells)
     if not question:
@@ -326,13 +326,13 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
     if final is None:
         raise Unusable("no answer is marked, and the text is too long for one")
     try:
-        _accuracy(own).check_row({"answer": final})
+        _accuracy(task_config).check_row({"answer": final})
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
     key = question_key(question)
     # The worked solution as a model may write it in its reasoning, without tags and calculator annotations.
-    divided = at_mark(solution)
-    answer_text = solution if divided is None else divided[0]
+    solution_and_answer = at_mark(solution)
+    answer_text = solution if solution_and_answer is None else solution_and_answer[0]
     text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", answer_text).strip()
     worked = text if text not in ("", final) else f"The answer is {final}."
     return Problem(question, final, worked, key)
@@ -365,37 +365,37 @@ Term = Fraction | Operation
 _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 
-def generate(own: TaskConfig, count: int) -> list[Problem]:
+def generate(task_config: TaskConfig, count: int) -> list[Problem]:
     """Makes `count` different problems of the config's levels. Raises TaskError if there seem to be fewer."""
-    return list(_distinct(own.min_level, own.max_level, own.seed, count))
+    return list(_distinct(task_config.min_level, task_config.max_level, task_config.seed, count))
 
 
 @lru_cache(maxsize=1)  # each hook takes its part of the same problems
 def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
     """The first `count` different problems. Raises TaskError if there seem to be fewer."""
     stream = Stream("math", seed)
-    found: dict[str, Problem] = {}
-    vain = 0
-    while len(found) < count:
+    problems: dict[str, Problem] = {}
+    repeats = 0
+    while len(problems) < count:
         level = min_level + stream.below(max_level - min_level + 1)
         term = _OF_LEVEL[level](stream)
         question, worked, key = f"What is {_term_text(term)}?", "\n".join(_steps(term)), _key(term)
-        vain = vain + 1 if key in found else 0
-        found.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
-        if vain == MAX_DUPLICATES_IN_A_ROW:
+        repeats = repeats + 1 if key in problems else 0
+        problems.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
+        if repeats == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
-                f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
+                f"The levels that task.min_level and task.max_level name seem to have no more than {len(problems)} different problems, "
                 f"and {count} are asked for. Raise task.max_level, or ask for fewer."
             )
-    return tuple(found.values())
+    return tuple(problems.values())
 
 
 def _sum(stream: Stream, least: int, most: int) -> Operation:
     """A sum or difference with a non-negative result."""
-    one, other = _number(stream, least, most), _number(stream, least, most)
+    first, second = _number(stream, least, most), _number(stream, least, most)
     if stream.below(2):
-        return Operation("+", one, other)
-    return Operation("-", max(one, other), min(one, other))
+        return Operation("+", first, second)
+    return Operation("-", max(first, second), min(first, second))
 
 
 def _product(stream: Stream, most: int) -> Operation:
@@ -422,12 +422,12 @@ def _level_4(stream: Stream) -> Operation:
 
 
 def _level_5(stream: Stream) -> Operation:
-    one, other = _fraction(stream), _fraction(stream)
+    first, second = _fraction(stream), _fraction(stream)
     sign = "+-×"[stream.below(3)]
     return (
-        Operation(sign, max(one, other), min(one, other))
+        Operation(sign, max(first, second), min(first, second))
         if sign == "-"
-        else Operation(sign, one, other)
+        else Operation(sign, first, second)
     )
 
 
@@ -481,10 +481,10 @@ def _key(term: Term) -> str:
     """Text that is the same if summands or factors are swapped."""
     if isinstance(term, Fraction):
         return str(term)
-    both = [_key(term.left), _key(term.right)]
+    operands = [_key(term.left), _key(term.right)]
     if term.sign in "+×":
-        both.sort()
-    return f"({both[0]}{term.sign}{both[1]})"
+        operands.sort()
+    return f"({operands[0]}{term.sign}{operands[1]})"
 
 
 def _steps(term: Term) -> Iterator[str]:
@@ -504,8 +504,8 @@ def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
         if sign == "×":
             yield f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
         else:
-            under = lcm(left.denominator, right.denominator)
-            yield f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"
+            denominator = lcm(left.denominator, right.denominator)
+            yield f"{int(left * denominator)}/{denominator} {sign} {int(right * denominator)}/{denominator}"
     elif sign in "+-" and left >= 10 and right > 10 and right % 10:
         tens, ones = right - right % 10, right % 10
         first = left + tens if sign == "+" else left - tens

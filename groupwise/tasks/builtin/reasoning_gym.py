@@ -201,34 +201,34 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _rows(own: TaskConfig, split: str) -> list[dict[str, Any]]:
+def _rows(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
     """The rows of a split. Earlier splits are made with it, because it must not repeat any of their rows."""
-    known = _cached_splits(own.model_dump_json())
-    if split not in known:
-        sizes = {"test": own.eval_size, "validation": own.validation_size, "train": own.train_size}
+    cached_splits = _cached_splits(task_config.model_dump_json())
+    if split not in cached_splits:
+        sizes = {"test": task_config.eval_size, "validation": task_config.validation_size, "train": task_config.train_size}
         needed = SPLITS[: SPLITS.index(split) + 1]
         request = {
-            "seed": own.seed,
+            "seed": task_config.seed,
             "sizes": {name: sizes[name] for name in needed},
-            "datasets": own.model_dump()["datasets"],
+            "datasets": task_config.model_dump()["datasets"],
         }
-        known.update(_make_splits(json.dumps(request, sort_keys=True), own.generation_time_limit))
-    return [_row(own, problem) for problem in known[split]]
+        cached_splits.update(_make_splits(json.dumps(request, sort_keys=True), task_config.generation_time_limit))
+    return [_row(task_config, problem) for problem in cached_splits[split]]
 
 
 @lru_cache(maxsize=4)
-def _cached_splits(own: str) -> dict[str, list[dict[str, Any]]]:
+def _cached_splits(config_json: str) -> dict[str, list[dict[str, Any]]]:
     """The splits that this process has made for a `task:` section."""
     return {}
 
 
-def _row(own: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
+def _row(task_config: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
     question = [{"role": "user", "content": problem["question"]}]
-    system = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
+    system = [{"role": "system", "content": task_config.system_prompt}] if task_config.system_prompt else []
     return {
         "prompt": system + question,
         "answer": problem["answer"],
-        "dataset": own.datasets[int(problem["source"])].model_dump(exclude={"weight"}),
+        "dataset": task_config.datasets[int(problem["source"])].model_dump(exclude={"weight"}),
         "entry": problem["entry"],
     }
 
@@ -248,11 +248,11 @@ def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     if cached.is_file():
         return json.loads(cached.read_text(encoding="utf-8"))
     started = time.monotonic()
-    made = _make(request, limit)
+    splits = _make(request, limit)
     if time.monotonic() - started > KEPT_ABOVE:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached, made)
-    return made
+        write_json(cached, splits)
+    return splits
 
 
 def cache_file(request: str) -> Path:

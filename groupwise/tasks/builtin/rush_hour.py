@@ -176,13 +176,13 @@ def compute_metrics(
         for moves, row in pairs
     ]
     excess = [
-        played.length(moves or ()) - row["moves"]
-        for played, (moves, row) in zip(plays, pairs, strict=True)
-        if played.solved
+        attempt.length(moves or ()) - row["moves"]
+        for attempt, (moves, row) in zip(plays, pairs, strict=True)
+        if attempt.solved
     ]
     return {
         "metrics": {
-            "solved": fmean(played.solved for played in plays),
+            "solved": fmean(attempt.solved for attempt in plays),
             "exact": fmean(exact),
             "readable": fmean(moves is not None for moves in answers),
             **({"excess_moves": fmean(excess)} if excess else {}),
@@ -199,25 +199,25 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(dict(section))
 
 
-def _split(own: TaskConfig, split_name: str) -> list[dict[str, Any]]:
+def _split(task_config: TaskConfig, split_name: str) -> list[dict[str, Any]]:
     """The rows of one split. Unused boards of a layout are not given to another split."""
-    sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
-    layouts = _boards_of_layouts(own)
+    sizes = {"eval": task_config.eval_size, "validation": task_config.validation_size, "train": task_config.train_size}
+    layouts = _boards_of_layouts(task_config)
     for split, size in sizes.items():
-        found = islice((each for layout in layouts for each in layout), size)
+        boards = islice((solved_board for layout in layouts for solved_board in layout), size)
         if split == split_name:
-            return [_row(own, *each) for each in found]
-        for _ in found:
+            return [_row(task_config, *solved_board) for solved_board in boards]
+        for _ in boards:
             pass
     raise AssertionError(split_name)
 
 
-def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
+def _row(task_config: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
     moves = len(solutions[0])
-    lines = [f"Board ({own.size} rows of {own.size} cells):", *map(" ".join, board.rows)]
-    if own.show_optimum:
+    lines = [f"Board ({task_config.size} rows of {task_config.size} cells):", *map(" ".join, board.rows)]
+    if task_config.show_optimum:
         lines.append(f"{moves} move{'s are' if moves > 1 else ' is'} enough.")
-    if own.show_moves:
+    if task_config.show_moves:
         lines.append(f"Possible first moves: {', '.join(map(str, possible_moves(board)))}")
     return {
         "prompt": [
@@ -234,13 +234,13 @@ def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[st
 def possible_moves(board: Board) -> list[Move]:
     """Every legal slide on a board, car by car, shorter ones first."""
     cars = sorted(set(board.cells) - {EMPTY, WALL})
-    every = (
+    candidates = (
         Move(car, direction, cells)
         for car in cars
         for direction in "<>^v"
         for cells in range(1, board.size)
     )
-    return [move for move in every if play(board, (move,)).legal]
+    return [move for move in candidates if play(board, (move,)).legal]
 
 
 def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -250,21 +250,21 @@ def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
 # --- boards --------------------------------------------------------------------------------------
 
 
-def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
+def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
     """Boards with their solutions, grouped by layout, without end. Raises TaskError once no more are found."""
-    stream = Stream("rush_hour", own.seed, own.size, own.max_walls, own.min_moves, own.max_moves)
+    stream = Stream("rush_hour", task_config.seed, task_config.size, task_config.max_walls, task_config.min_moves, task_config.max_moves)
     seen: set[tuple[int, tuple[Car, ...]]] = set()
-    found, in_vain = 0, 0
-    while in_vain < MAX_MISSES_IN_A_ROW:
-        layout, start = draw_layout(stream, own.size, own.max_walls)
+    count, misses = 0, 0
+    while misses < MAX_MISSES_IN_A_ROW:
+        layout, start = draw_layout(stream, task_config.size, task_config.max_walls)
         key = layout.walls, tuple(sorted(layout.cars, key=_by_line))
-        boards = [] if key in seen else _boards(own, stream, layout, start)
+        boards = [] if key in seen else _boards(task_config, stream, layout, start)
         seen.add(key)
-        found, in_vain = found + len(boards), 0 if boards else in_vain + 1
+        count, misses = count + len(boards), 0 if boards else misses + 1
         if boards:
             yield boards
     raise TaskError(
-        f"task: only {found} boards of {own.size}×{own.size} cells that need {own.min_moves} to {own.max_moves} moves were "
+        f"task: only {count} boards of {task_config.size}×{task_config.size} cells that need {task_config.min_moves} to {task_config.max_moves} moves were "
         f"found; then {MAX_MISSES_IN_A_ROW} layouts in a row had none. Lower min_moves, raise max_moves, or make train_size, "
         "validation_size and eval_size smaller."
     )
@@ -276,7 +276,7 @@ def _by_line(car: Car) -> tuple[bool, int]:
 
 
 def _boards(
-    own: TaskConfig, stream: Stream, layout: Layout, start: State
+    task_config: TaskConfig, stream: Stream, layout: Layout, start: State
 ) -> list[tuple[Board, tuple[Moves, ...]]]:
     """A few boards of a layout with the wanted number of moves; each number of moves is equally likely."""
     solved = solve(layout, start)
@@ -284,16 +284,16 @@ def _boards(
         return []
     by_moves: dict[int, list[State]] = {}
     for state, moves in solved.distance.items():
-        if own.min_moves <= moves <= own.max_moves and solved.ways[state] <= MOST_SOLUTIONS:
+        if task_config.min_moves <= moves <= task_config.max_moves and solved.ways[state] <= MOST_SOLUTIONS:
             by_moves.setdefault(moves, []).append(state)
-    chosen: list[State] = []
-    while by_moves and len(chosen) < BOARDS_OF_A_LAYOUT:
+    selection: list[State] = []
+    while by_moves and len(selection) < BOARDS_OF_A_LAYOUT:
         moves = sorted(by_moves)[stream.below(len(by_moves))]
         states = by_moves[moves]
-        chosen.append(states.pop(stream.below(len(states))))
+        selection.append(states.pop(stream.below(len(states))))
         if not states:
             del by_moves[moves]
-    return [_with_solutions(layout, solved, state) for state in chosen]
+    return [_with_solutions(layout, solved, state) for state in selection]
 
 
 def _with_solutions(
@@ -302,8 +302,8 @@ def _with_solutions(
     """The board as drawn, with its best solutions, each verified by playing it."""
     # The letters of the cars: A, then in order of appearance, row by row.
     firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
-    met = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
-    letters = {0: LEAVING} | dict(zip(met, LETTERS[1:], strict=False))
+    order = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
+    letters = {0: LEAVING} | dict(zip(order, LETTERS[1:], strict=False))
     names = [letters[car] for car in range(len(firsts))]
     cells = [WALL if layout.walls >> cell & 1 else EMPTY for cell in range(layout.size**2)]
     for number, name in enumerate(names):
@@ -322,8 +322,8 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
     A's row has no other horizontal car and no wall, because most such boards could not be solved.
     """
     row = stream.below(size)
-    cars, places = [Car(True, row, 2)], [stream.below(size - 1)]
-    occupied = _mask(size, cars[0], places[0])
+    cars, positions = [Car(True, row, 2)], [stream.below(size - 1)]
+    occupied = _mask(size, cars[0], positions[0])
     walls = 0
     for _ in range(stream.below(max_walls + 1)):
         cell = stream.below(size * size)
@@ -336,34 +336,34 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
             break
         length = 3 if size > 4 and stream.below(3) == 0 else 2
         car = Car(stream.below(2) == 0, stream.below(size), length)
-        place = stream.below(size - length + 1)
-        mask = _mask(size, car, place)
+        position = stream.below(size - length + 1)
+        mask = _mask(size, car, position)
         if not mask & occupied and not (car.horizontal and car.line == row):
             occupied |= mask
             cars.append(car)
-            places.append(place)
-    return _layout(size, cars, places, walls)
+            positions.append(position)
+    return _layout(size, cars, positions, walls)
 
 
 def _layout(
-    size: int, cars: Sequence[Car], places: Sequence[int], walls: int
+    size: int, cars: Sequence[Car], positions: Sequence[int], walls: int
 ) -> tuple[Layout, State]:
     """Layout and state; the cars after A are sorted by position."""
-    order = [0, *sorted(range(1, len(cars)), key=lambda car: places[car])]
+    order = [0, *sorted(range(1, len(cars)), key=lambda car: positions[car])]
     masks = tuple(
-        tuple(_mask(size, cars[car], place) for place in range(size - cars[car].length + 1))
+        tuple(_mask(size, cars[car], position) for position in range(size - cars[car].length + 1))
         for car in order
     )
-    state = sum(places[car] << 3 * index for index, car in enumerate(order))
+    state = sum(positions[car] << 3 * index for index, car in enumerate(order))
     return Layout(size, tuple(cars[car] for car in order), walls, masks), state
 
 
-def _mask(size: int, car: Car, place: int) -> int:
+def _mask(size: int, car: Car, position: int) -> int:
     """The cells of a car at a position on its line."""
-    along = range(place, place + car.length)
+    span = range(position, position + car.length)
     if car.horizontal:
-        return sum(1 << car.line * size + column for column in along)
-    return sum(1 << row * size + car.line for row in along)
+        return sum(1 << car.line * size + column for column in span)
+    return sum(1 << row * size + car.line for row in span)
 
 
 def _place(state: State, car: int) -> int:
@@ -380,17 +380,17 @@ def solve(layout: Layout, start: State) -> Solved | None:
         return None
     at_the_edge = layout.size - layout.cars[0].length
     distance = {state: 0 for state in graph if _place(state, 0) == at_the_edge}
-    ways = dict.fromkeys(distance, 1)
-    reached = list(distance)
-    for state in reached:  # grows while it is read: nearest states first
-        further = distance[state] + 1
-        for before in graph[state]:
-            if before not in distance:
-                distance[before], ways[before] = further, 0
-                reached.append(before)
-            if distance[before] == further:
-                ways[before] += ways[state]
-    return Solved(graph, distance, ways)
+    path_counts = dict.fromkeys(distance, 1)
+    queue = list(distance)
+    for state in queue:  # grows while it is read: nearest states first
+        next_distance = distance[state] + 1
+        for predecessor in graph[state]:
+            if predecessor not in distance:
+                distance[predecessor], path_counts[predecessor] = next_distance, 0
+                queue.append(predecessor)
+            if distance[predecessor] == next_distance:
+                path_counts[predecessor] += path_counts[state]
+    return Solved(graph, distance, path_counts)
 
 
 def _reachable(layout: Layout, start: State) -> Graph | None:
@@ -400,22 +400,22 @@ def _reachable(layout: Layout, start: State) -> Graph | None:
     for car, masks in enumerate(layout.masks):
         cells |= masks[_place(start, car)]
     graph: Graph = {start: []}
-    reached = [(start, cells)]
-    for state, occupied in reached:  # grows while it is read
-        near = graph[state]
+    queue = [(start, cells)]
+    for state, occupied in queue:  # grows while it is read
+        neighbours = graph[state]
         for shift, masks, room in cars:
-            place = state >> shift & 7
-            others = occupied ^ masks[place]
+            position = state >> shift & 7
+            obstacles = occupied ^ masks[position]
             for step in (-1, 1):
-                to = place + step
-                while 0 <= to < room and not masks[to] & others:
-                    after = state + (to - place << shift)
-                    near.append(after)
-                    if after not in graph:
-                        graph[after] = []
-                        reached.append((after, others | masks[to]))
-                    to += step
-        if len(reached) > MOST_STATES:
+                target = position + step
+                while 0 <= target < room and not masks[target] & obstacles:
+                    next_state = state + (target - position << shift)
+                    neighbours.append(next_state)
+                    if next_state not in graph:
+                        graph[next_state] = []
+                        queue.append((next_state, obstacles | masks[target]))
+                    target += step
+        if len(queue) > MOST_STATES:
             return None
     return graph
 
@@ -426,10 +426,10 @@ def _paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
     if nearer < 0:
         yield []
         return
-    for after in solved.graph[state]:
-        if solved.distance[after] == nearer:
-            for rest in _paths(solved, after):
-                yield [(state, after), *rest]
+    for next_state in solved.graph[state]:
+        if solved.distance[next_state] == nearer:
+            for rest in _paths(solved, next_state):
+                yield [(state, next_state), *rest]
 
 
 def _move(layout: Layout, names: Sequence[str], before: State, after: State) -> Move:

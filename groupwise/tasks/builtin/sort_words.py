@@ -84,10 +84,10 @@ class TaskConfig(Strict):
             raise ValueError("give words, or min_words and max_words, not both")
         if not self.counts:
             raise ValueError("min_words is greater than max_words")
-        there = comb(len(WORDS), self.counts.start)
-        if self.train_size + self.validation_size + self.eval_size > there // 2:
+        set_count = comb(len(WORDS), self.counts.start)
+        if self.train_size + self.validation_size + self.eval_size > set_count // 2:
             raise ValueError(
-                f"train_size + validation_size + eval_size may be at most {there // 2}: there are {there} different sets of "
+                f"train_size + validation_size + eval_size may be at most {set_count // 2}: there are {set_count} different sets of "
                 f"{self.counts.start} words, and no two examples share one"
             )
         return self
@@ -100,14 +100,14 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples, with the columns `words` (as asked) and `answer` (a right completion)."""
-    own = _own(config)
-    return _rows(own)[own.eval_size :]
+    task_config = _own(config)
+    return _rows(task_config)[task_config.eval_size :]
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on `train_size`."""
-    own = _own(config)
-    return _rows(own)[: own.eval_size]
+    task_config = _own(config)
+    return _rows(task_config)[: task_config.eval_size]
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -119,10 +119,10 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples with their sorted words. They use a random stream of their own and exclude the examples of the other
     splits.
     """
-    own = _own(config)
-    others = {frozenset(row["words"]) for row in _rows(own)}
-    stream = Stream("sort_words", own.seed, "validation")
-    return [_sft_row(row) for row in _draw_rows(stream, own, own.validation_size, others)]
+    task_config = _own(config)
+    used_sets = {frozenset(row["words"]) for row in _rows(task_config)}
+    stream = Stream("sort_words", task_config.seed, "validation")
+    return [_sft_row(row) for row in _draw_rows(stream, task_config, task_config.validation_size, used_sets)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardFunction, float]]:
@@ -207,11 +207,11 @@ def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> li
     do not count.
     """
     shares: list[float] = []
-    for completion, given in zip(completions, words, strict=True):
+    for completion, row_words in zip(completions, words, strict=True):
         text = _after_thinking(completion)
-        places = {word: _first_place(word, text) for word in given}
-        pairs = combinations(sorted(places), 2)
-        shares.append(_share(0 <= places[first] < places[second] for first, second in pairs))
+        positions = {word: _first_place(word, text) for word in row_words}
+        pairs = combinations(sorted(positions), 2)
+        shares.append(_share(0 <= positions[first] < positions[second] for first, second in pairs))
     return shares
 
 
@@ -233,22 +233,22 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(dict(section))
 
 
-def _rows(own: TaskConfig) -> list[dict[str, Any]]:
+def _rows(task_config: TaskConfig) -> list[dict[str, Any]]:
     """Held-out examples first, then those for training."""
-    stream = Stream("sort_words", own.seed)
-    return _draw_rows(stream, own, own.eval_size + own.train_size, set())
+    stream = Stream("sort_words", task_config.seed)
+    return _draw_rows(stream, task_config, task_config.eval_size + task_config.train_size, set())
 
 
 def _draw_rows(
-    stream: Stream, own: TaskConfig, count: int, seen: set[frozenset[str]]
+    stream: Stream, task_config: TaskConfig, count: int, seen: set[frozenset[str]]
 ) -> list[dict[str, Any]]:
     """Draws `count` rows with sets of words that are not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
-        words = stream.sample(WORDS, own.counts[stream.below(len(own.counts))])
+        words = stream.sample(WORDS, task_config.counts[stream.below(len(task_config.counts))])
         if frozenset(words) not in seen:
             seen.add(frozenset(words))
-            rows.append(_row(words, own.preset))
+            rows.append(_row(words, task_config.preset))
     return rows
 
 
@@ -287,8 +287,8 @@ def _line_starts(completion: CompletionText) -> set[str]:
 def _first_place(word: str, text: str) -> int:
     """Index of the first occurrence of the word without a letter before or after it; -1 if there is none."""
     letter = r"[^\W\d_]"
-    found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
-    return found.start() if found else -1
+    match = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
+    return match.start() if match else -1
 
 
 def _share(holds: Iterable[bool]) -> float:

@@ -107,14 +107,14 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `guesses`, `feedback`, `secret` and `gold_completion`."""
-    own = _own(config)
-    return _rows(own, "train", own.train_size)
+    task_config = _own(config)
+    return _rows(task_config, "train", task_config.train_size)
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows."""
-    own = _own(config)
-    return _rows(own, "test", own.eval_size)
+    task_config = _own(config)
+    return _rows(task_config, "test", task_config.eval_size)
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -124,17 +124,17 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows with a solver's completion."""
-    own = _own(config)
-    return [_sft_row(row) for row in _rows(own, "validation", own.validation_size)]
+    task_config = _own(config)
+    return [_sft_row(row) for row in _rows(task_config, "validation", task_config.validation_size)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
-    weights = own.weights.model_dump()
+    task_config = _own(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
+    weights = task_config.weights.model_dump()
     parts = [(Part(name, of, real), weights[name]) for name, of in PARTS.items()]
-    return [*parts, (OverLength(_overlong_length(own, config)), own.weights.over_length)]
+    return [*parts, (OverLength(_overlong_length(task_config, config)), task_config.weights.over_length)]
 
 
 def compute_metrics(
@@ -145,8 +145,8 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of completions with a guess, with a real word, with one that all marks allow, and with the secret itself."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
+    task_config = _own(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
     verdicts = [
         judge_guess(completion_text(completion), row["guesses"], row["feedback"], real)
         for completion, row in zip(completions, dataset_rows, strict=True)
@@ -247,7 +247,7 @@ class OverLength:
         return [float(limit is not None and len(ids) > limit) for ids in completion_ids]
 
 
-def _overlong_length(own: TaskConfig, config: Any) -> int | None:
+def _overlong_length(task_config: TaskConfig, config: Any) -> int | None:
     """The limit in tokens. Raises TaskError for a limit that no completion can exceed."""
     # The longest completion in training, in tokens; None if the config sets no limit.
     rollout: Mapping[str, Any] = config.get("rollout") or {}
@@ -256,15 +256,15 @@ def _overlong_length(own: TaskConfig, config: Any) -> int | None:
     else:
         sampler: Mapping[str, Any] = config.get("sampler") or {}
         longest = sampler.get("max_completion_length")
-    if own.overlong_length is None or longest is None:
-        return own.overlong_length or (longest and int(OVERLONG_SHARE * longest))
-    if own.overlong_length >= longest:
+    if task_config.overlong_length is None or longest is None:
+        return task_config.overlong_length or (longest and int(OVERLONG_SHARE * longest))
+    if task_config.overlong_length >= longest:
         raise TaskError(
-            f"task.overlong_length is {own.overlong_length}, but completions are cut off at {longest} tokens, so that none would be "
+            f"task.overlong_length is {task_config.overlong_length}, but completions are cut off at {longest} tokens, so that none would be "
             f"over-length. Leave it out, which makes it three quarters of the longest ({int(OVERLONG_SHARE * longest)} here), lower it, "
             "or raise sampler.max_completion_length. task.weights.over_length=0 pays for any length."
         )
-    return own.overlong_length
+    return task_config.overlong_length
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -289,11 +289,11 @@ class Turn:
     @property
     def row(self) -> dict[str, Any]:
         """The row for training and evaluation."""
-        known = Knowledge.of(self.guesses, self.marks)
-        marked = zip(self.guesses, self.marks, strict=True)
+        knowledge = Knowledge.of(self.guesses, self.marks)
+        history = zip(self.guesses, self.marks, strict=True)
         lines = [
             *choices_line(self.choices),
-            *(marked_guess(guess, marks) for guess, marks in marked),
+            *(marked_guess(guess, marks) for guess, marks in history),
         ]
         return {
             "prompt": [
@@ -307,14 +307,14 @@ class Turn:
             "feedback": list(self.marks),
             "secret": self.secret,
             **({"choices": list(self.choices)} if self.choices else {}),
-            "gold_completion": answer(reasoning(known, self.gold), self.gold),
+            "gold_completion": answer(reasoning(knowledge, self.gold), self.gold),
         }
 
 
-def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
+def _rows(task_config: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """The first `size` rows of a split, no two with the same prompt; a larger size starts with the same rows."""
-    words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
-    turns = _draw_turns(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
+    words = tuple(words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed))
+    turns = _draw_turns(words, split, task_config.seed, task_config.min_history, task_config.max_history, task_config.choices, size)
     return [turn.row for turn in turns]
 
 
@@ -353,11 +353,11 @@ def _turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: 
     while len(guesses) < turns:
         guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
         marks.append(marks_of(guesses[-1], secret))
-    known = Knowledge.of(guesses, marks)
+    knowledge = Knowledge.of(guesses, marks)
     fresh = [word for word in words if word not in guesses]
-    shown = stream.among(secret, fresh, choices) if choices else []
-    gold = next(word for word in shown or _from_anywhere(words, stream) if known.allows(word))
-    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown))
+    shown_words = stream.among(secret, fresh, choices) if choices else []
+    gold = next(word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word))
+    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
 
 
 def _earlier_guess(
@@ -368,13 +368,13 @@ def _earlier_guess(
     stream: Stream,
 ) -> str:
     """A plausible guess: every other time one that the marks so far allow, if there is such a word other than the secret."""
-    around = _from_anywhere(words, stream)
+    shuffled = _from_anywhere(words, stream)
     one_allowed = stream.below(2)
-    others = (word for word in around if word != secret and word not in guesses)
-    first = next(others)
+    candidates = (word for word in shuffled if word != secret and word not in guesses)
+    first = next(candidates)
     if not one_allowed:
         return first
-    return next(filter(Knowledge.of(guesses, marks).allows, chain([first], others)), first)
+    return next(filter(Knowledge.of(guesses, marks).allows, chain([first], candidates)), first)
 
 
 def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:

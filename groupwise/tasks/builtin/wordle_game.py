@@ -107,19 +107,19 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_environment(config: Any) -> Callable[[], Game]:
     """A factory of games."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
-    return partial(Game, real, own.guesses)
+    task_config = _own(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
+    return partial(Game, real, task_config.guesses)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
-    weights = own.weights.model_dump()
-    measures: dict[str, Callable[[Played], float]] = {"won": lambda played: float(played.won)}
+    task_config = _own(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
+    weights = task_config.weights.model_dump()
+    measures: dict[str, Callable[[Played], float]] = {"won": lambda game: float(game.won)}
     measures |= {name: _on_average(of) for name, of in PARTS.items()}
-    return [(Part(name, of, real, own.guesses), weights[name]) for name, of in measures.items()]
+    return [(Part(name, of, real, task_config.guesses), weights[name]) for name, of in measures.items()]
 
 
 def compute_metrics(
@@ -130,10 +130,10 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Share of the games won, guesses needed (a lost game counts as the limit + 1), and shares of all turns."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
+    task_config = _own(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
     games = [
-        play_messages(completion, row["secret"], real, own.guesses)
+        play_messages(completion, row["secret"], real, task_config.guesses)
         for completion, row in zip(completions, dataset_rows, strict=True)
     ]
     turns = [verdict for game in games for verdict in game.verdicts] or [Verdict()]
@@ -228,8 +228,8 @@ def play_messages(
     if isinstance(completion, str):
         turns = [completion]
     else:
-        own = [each for each in completion if each.get("role", "assistant") == "assistant"]
-        turns = [completion_text([message]) for message in own]
+        replies = [reply for reply in completion if reply.get("role", "assistant") == "assistant"]
+        turns = [completion_text([message]) for message in replies]
     for text in turns:
         if not game.over:
             game.step(text)
@@ -254,8 +254,8 @@ class Part:
         """One value for each game."""
         pairs = zip(completions, secret, strict=True)
         return [
-            self.of(play_messages(completion, own, self.real, self.limit))
-            for completion, own in pairs
+            self.of(play_messages(completion, game_secret, self.real, self.limit))
+            for completion, game_secret in pairs
         ]
 
 
@@ -271,19 +271,19 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(View(section).to_dict())
 
 
-def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     nothing = Knowledge.of([], [])
-    size = own.train_size if split == "train" else None
-    words = words_of(own.secrets, own.dictionary).of(split, own.seed)
-    stream = Stream("wordle choices", split, own.seed)
+    size = task_config.train_size if split == "train" else None
+    words = words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed)
+    stream = Stream("wordle choices", split, task_config.seed)
     rows: list[dict[str, Any]] = []
     for secret in words[:size]:
-        choices = stream.among(secret, words, own.choices) if own.choices else []
-        prompt = "\n".join([*choices_line(choices), guesses_left(own.guesses)])
+        choices = stream.among(secret, words, task_config.choices) if task_config.choices else []
+        prompt = "\n".join([*choices_line(choices), guesses_left(task_config.guesses)])
         rows.append(
             {
                 "prompt": [
-                    {"role": "system", "content": rules(own.guesses)},
+                    {"role": "system", "content": rules(task_config.guesses)},
                     {"role": "user", "content": prompt},
                 ],
                 "secret": secret,
@@ -294,21 +294,21 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     return rows
 
 
-def _sft_rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _sft_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     """The rows of a split, each with a game in which every guess is a word of that split that all marks allow."""
-    words = words_of(own.secrets, own.dictionary)
-    pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
+    words = words_of(task_config.secrets, task_config.dictionary)
+    pool, stream = words.of(split, task_config.seed), Stream("wordle games", split, task_config.seed)
     return [
         {
             **row,
             "completion": _won_game(
                 row["secret"],
                 row.get("choices", pool),
-                partial(Game, words.dictionary, own.guesses),
+                partial(Game, words.dictionary, task_config.guesses),
                 stream,
             ),
         }
-        for row in _rows(own, split)
+        for row in _rows(task_config, split)
     ]
 
 
@@ -327,8 +327,8 @@ def _won_game(
 def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:
     """The messages of a game: always the first word of the pool that the marks allow."""
     while not game.over:
-        known = Knowledge.of(game.guesses, game.marks)
-        guess = next(word for word in pool if known.allows(word))
-        content = answer(reasoning(known, guess), guess)
+        knowledge = Knowledge.of(game.guesses, game.marks)
+        guess = next(word for word in pool if knowledge.allows(word))
+        content = answer(reasoning(knowledge, guess), guess)
         yield {"role": "assistant", "content": content}
         yield {"role": "user", "content": str(game.step(content).observation)}

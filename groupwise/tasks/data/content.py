@@ -112,7 +112,7 @@ class _Walk:
             raise _TangledError
         self.met[name] = value
         self.above[name] = len(self.above)
-        before = self.dependent
+        count_before = self.dependent
         try:
             content = self._content(value, kind)
         except _TangledError:
@@ -121,7 +121,7 @@ class _Walk:
             content = _unsupported_part(f"objects of {_qualified_name(kind)}")
         finally:
             del self.above[name]
-        if self.dependent == before:
+        if self.dependent == count_before:
             self.known[name] = content
         return content
 
@@ -150,17 +150,17 @@ class _Walk:
     def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
         """Pairs with text keys first, then others, each in an order that does not depend on hashes."""
         pairs = [[self.tell(key), self.tell(value)] for key, value in mapping.items()]
-        text = sorted((each for each in pairs if isinstance(each[0], str)), key=_first)
-        others = sorted((each for each in pairs if not isinstance(each[0], str)), key=dumps)
-        return {"dict": text + others}
+        text_pairs = sorted((pair for pair in pairs if isinstance(pair[0], str)), key=_first)
+        other_pairs = sorted((pair for pair in pairs if not isinstance(pair[0], str)), key=dumps)
+        return {"dict": text_pairs + other_pairs}
 
 
 def _first(pair: list[Any]) -> Any:
     return pair[0]
 
 
-def _unsupported_part(what: str) -> dict[str, str]:
-    return {UNTOLD: what}
+def _unsupported_part(description: str) -> dict[str, str]:
+    return {UNTOLD: description}
 
 
 def _is_array(kind: Any) -> bool:
@@ -174,13 +174,13 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
     """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
         # Reads `__dict__` directly: attribute access may warn about deprecated fields, and `__iter__` may be redefined.
-        own_attributes = cast("dict[str, Any]", value.__dict__)
-        told = {name: each for name, each in own_attributes.items() if name in kind.model_fields}
-        return told | (value.__pydantic_extra__ or {})
+        instance_values = cast("dict[str, Any]", value.__dict__)
+        values = {name: item for name, item in instance_values.items() if name in kind.model_fields}
+        return values | (value.__pydantic_extra__ or {})
     if is_dataclass(kind):
-        return _set_attributes(value, (each.name for each in fields(kind)))
+        return _set_attributes(value, (field.name for field in fields(kind)))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
-        return _set_attributes(value, (each.name for each in attributes))
+        return _set_attributes(value, (attribute.name for attribute in attributes))
     # An image of Pillow can only exist once Pillow is imported.
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and issubclass(kind, pillow.Image):
@@ -192,8 +192,8 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
         }
     if kind is ZoneInfo and value.key is None:
         return None
-    tell = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library(kind)}.{kind.__name__}")
-    return tell(value) if tell else None
+    describe = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library(kind)}.{kind.__name__}")
+    return describe(value) if describe else None
 
 
 def _set_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:

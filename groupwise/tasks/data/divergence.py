@@ -49,7 +49,7 @@ def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
         return None
     first, last = rewards[:third], rewards[-third:]
     rise = _errors(fmean(last) - fmean(first), variance(first) / third + variance(last) / third)
-    lost = _errors(-fmean(differences), variance(differences) / len(differences))
+    drop = _errors(-fmean(differences), variance(differences) / len(differences))
     values = {
         f"best {fall.metric}": fmean(fall.best),
         f"last {fall.metric}": fmean(fall.last),
@@ -57,7 +57,7 @@ def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
         "reward now": fmean(last),
     }
     text = "the training reward rises and the held-out prompts do worse: what is learnt may not be what is meant"
-    return Finding(min(lost / tolerance(fall.evaluations), rise / RISE), text, values)
+    return Finding(min(drop / tolerance(fall.evaluations), rise / RISE), text, values)
 
 
 def tolerance(evaluations: int) -> float:

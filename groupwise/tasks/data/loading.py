@@ -77,9 +77,9 @@ def as_prompts(
     data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
 ) -> Rows:
     """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
-    given = _through(_pipeline(data, teacher=False), rows, where, data)
-    made = with_prompts(given, _way(data), where, strict=data.strict, unscorable=unscorable)
-    return Rows(made, given.account + made.account)
+    processed = _through(_pipeline(data, teacher=False), rows, where, data)
+    prompts = with_prompts(processed, _way(data), where, strict=data.strict, unscorable=unscorable)
+    return Rows(prompts, processed.account + prompts.account)
 
 
 def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
@@ -120,17 +120,17 @@ def _parts_of_split(
         if entry.source is None or split is None:
             continue
         where = place_of(data, number)
-        given = _rows(data, entry, split, where, step, teacher=teacher)
+        source_rows = _rows(data, entry, split, where, step, teacher=teacher)
         if teacher:
-            rows = with_teacher(given, _way(data), where, strict=data.strict)
+            rows = with_teacher(source_rows, _way(data), where, strict=data.strict)
         else:
             why = partial(_why_not, unscorable, entry)
-            rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
-        whole_account = given.account + rows.account
+            rows = with_prompts(source_rows, _way(data), where, strict=data.strict, unscorable=why)
+        whole_account = source_rows.account + rows.account
         account += whole_account if data.dataset_mixture is None else whole_account.under(where)
-        own = [with_label(row, entry, entry.label) for row in rows]
-        theirs = _our_names(data, entry, teacher=teacher).values()
-        parts.append(Part(where, own, entry.weight, frozenset(n.partition(".")[0] for n in theirs)))
+        labelled_rows = [with_label(row, entry, entry.label) for row in rows]
+        source_columns = _our_names(data, entry, teacher=teacher).values()
+        parts.append(Part(where, labelled_rows, entry.weight, frozenset(n.partition(".")[0] for n in source_columns)))
     return parts, account
 
 
@@ -163,12 +163,12 @@ def _rows(
             f"{where} has no column 'prompt'. It has: {', '.join(columns)}. Say in data.prompt_column which of them holds the prompt, or "
             "in `columns` of the set."
         )
-    made = _through(step, rows, where, data)
-    there = _columns(made)
+    processed = _through(step, rows, where, data)
+    available = _columns(processed)
     for name in data.prompt_lines:
-        if name not in there:
-            raise TaskError(no_column(where, name, there, " in data.prompt_lines"))
-    return made
+        if name not in available:
+            raise TaskError(no_column(where, name, available, " in data.prompt_lines"))
+    return processed
 
 
 def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> dict[str, str]:

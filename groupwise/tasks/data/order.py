@@ -48,17 +48,17 @@ class Stream:
 
     def sample(self, items: Sequence[Item], count: int) -> list[Item]:
         """`count` different items in random order (the first steps of a Fisher-Yates shuffle)."""
-        chosen = list(items)
+        shuffled = list(items)
         for index in range(count):
-            other = index + self.below(len(chosen) - index)
-            chosen[index], chosen[other] = chosen[other], chosen[index]
-        return chosen[:count]
+            other = index + self.below(len(shuffled) - index)
+            shuffled[index], shuffled[other] = shuffled[other], shuffled[index]
+        return shuffled[:count]
 
     def among(self, item: Item, others: Sequence[Item], count: int) -> list[Item]:
         """`item` with `count` − 1 different ones of `others` in random order; with fewer if there are fewer."""
         rest = [other for other in others if other != item]
-        chosen = self.sample(rest, min(count - 1, len(rest)))
-        return self.sample([item, *chosen], len(chosen) + 1)
+        sampled = self.sample(rest, min(count - 1, len(rest)))
+        return self.sample([item, *sampled], len(sampled) + 1)
 
 
 def example_of_draw(draw: int, examples: int, seed: int, *, shuffle: bool = True) -> int:
@@ -98,11 +98,11 @@ class Share:
         )
 
 
-def among(shares: Sequence[Share], kept: Sequence[int]) -> tuple[Share, ...]:
+def among(shares: Sequence[Share], indices: Sequence[int]) -> tuple[Share, ...]:
     """The shares reduced to the indices in `kept`, renumbered from 0."""
-    place = {old: new for new, old in enumerate(kept)}
-    left = (replace(s, places=tuple(place[n] for n in s.places if n in place)) for s in shares)
-    return tuple(share for share in left if share.places)
+    new_index = {old: new for new, old in enumerate(indices)}
+    remaining = (replace(s, places=tuple(new_index[n] for n in s.places if n in new_index)) for s in shares)
+    return tuple(share for share in remaining if share.places)
 
 
 class Order:
@@ -113,9 +113,9 @@ class Order:
     ) -> None:
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._shares = tuple(shares)
-        shared = {place for share in shares for place in share.places}
-        again = [n for share in shares for n in share.places for _ in range(int(share.weight))]
-        self._always = [n for n in range(examples) if n not in shared] + again
+        shared = {index for share in shares for index in share.places}
+        repeats = [n for share in shares for n in share.places for _ in range(int(share.weight))]
+        self._always = [n for n in range(examples) if n not in shared] + repeats
         self._epochs: dict[int, list[int]] = {}
         self.length = len(self._always) + sum(share.extra_examples for share in shares)
         """Draws per epoch."""
@@ -126,10 +126,10 @@ class Order:
             return example_of_draw(draw, self._examples, self._seed, shuffle=self._shuffle)
         epoch, turn = divmod(draw, self.length)
         if epoch not in self._epochs:
-            later = {n: order for n, order in self._epochs.items() if abs(n - epoch) == 1}
-            dealt = (place for share in self._shares for place in share.dealt(epoch, self._seed))
-            places = sorted([*self._always, *dealt])
+            adjacent = {n: order for n, order in self._epochs.items() if abs(n - epoch) == 1}
+            extra = (index for share in self._shares for index in share.dealt(epoch, self._seed))
+            indices = sorted([*self._always, *extra])
             if self._shuffle:
-                places = Stream("order", self._seed, epoch).sample(places, len(places))
-            self._epochs = {**later, epoch: places}
+                indices = Stream("order", self._seed, epoch).sample(indices, len(indices))
+            self._epochs = {**adjacent, epoch: indices}
         return self._epochs[epoch][turn]

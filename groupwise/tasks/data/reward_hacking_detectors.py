@@ -165,9 +165,9 @@ class Sight:
     @property
     def accuracy(self) -> str | None:
         """The part that measures whether a task is solved."""
-        names, chosen = self.parts("gain"), self.config.accuracy_part
-        if chosen is not None:
-            return chosen if chosen in names else None
+        names, configured = self.parts("gain"), self.config.accuracy_part
+        if configured is not None:
+            return configured if configured in names else None
         return part_of_success(names)
 
 
@@ -222,13 +222,13 @@ REPEATED = {
 
 def repetition(sight: Sight) -> Finding | None:
     """Completions repeat n-grams or whole lines more than at the start."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, text in REPEATED.items():
         if share := sight.ready(name):
             rise = (share.now - share.mean) / sight.config.repetition_rise
             values = {"start": share.mean, "now": share.now}
-            found.append(Finding(min(rise, sight.movement(share)), text, values))
-    return max(found, key=lambda finding: finding.strength, default=None)
+            findings.append(Finding(min(rise, sight.movement(share)), text, values))
+    return max(findings, key=lambda finding: finding.strength, default=None)
 
 
 DIVERSE = {
@@ -255,7 +255,7 @@ def diversity(sight: Sight) -> Finding | None:
     strengths = {
         name: min(fall, -sight.movement(sight.gauges[name])) for name, fall in falls.items()
     }
-    name = max(strengths, key=lambda each: strengths[each])
+    name = max(strengths, key=lambda key: strengths[key])
     gauge = sight.gauges[name]
     values = {
         "start": gauge.mean,
@@ -283,7 +283,7 @@ def sameness(sight: Sight) -> Finding | None:
 
 def dominance(sight: Sight) -> Finding | None:
     """One part, other than accuracy, determines almost alone what is reinforced, and gains at the cost of another one."""
-    gains, found = sight.parts("gain"), list[Finding]()
+    gains, findings = sight.parts("gain"), list[Finding]()
     for name, share in sight.parts("share").items():
         if name == sight.accuracy or name not in gains:
             continue
@@ -293,17 +293,17 @@ def dominance(sight: Sight) -> Finding | None:
             # is small compared with the gain of a high-weight one.
             least = sight.least.get(other)
             start = gain.mean
-            had = max(abs(start), start - least) if least is not None else abs(start)
+            reference = max(abs(start), start - least) if least is not None else abs(start)
             strength = min(
                 share.now / sight.config.dominance,
                 sight.movement(gains[name]),
                 -sight.movement(gain),
-                ((start - gain.now) / had if had else 0.0) / LOST,
+                ((start - gain.now) / reference if reference else 0.0) / LOST,
             )
             text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
             values = {"share": share.now, **_course(sight, name), **_course(sight, other)}
-            found.append(Finding(strength, text, values))
-    return max(found, key=lambda finding: finding.strength, default=None)
+            findings.append(Finding(strength, text, values))
+    return max(findings, key=lambda finding: finding.strength, default=None)
 
 
 def accuracy(sight: Sight) -> Finding | None:
@@ -338,18 +338,18 @@ def _not_risen(sight: Sight, gauge: Gauge) -> float:
 
 def _left_to_earn(sight: Sight, reward: Gauge) -> float:
     """1 or more if the reward is well below the best seen."""
-    seen = sight.highest - sight.lowest
-    return (sight.highest - reward.now) / seen / LEFT_TO_EARN if seen > 0 else 0.0
+    reward_range = sight.highest - sight.lowest
+    return (sight.highest - reward.now) / reward_range / LEFT_TO_EARN if reward_range > 0 else 0.0
 
 
-def _saturation(sight: Sight, but: str) -> float:
+def _saturation(sight: Sight, excluded: str) -> float:
     """1 or more if a part other than `but` has risen and hardly differs within groups any more."""
     gains, spreads = sight.parts("gain"), sight.parts("spread")
     return max(
         (
             min(sight.movement(gains[name]), 2 - spread.now / spread.mean / SATURATED)
             for name, spread in spreads.items()
-            if name != but and name in gains and spread.mean > 0
+            if name != excluded and name in gains and spread.mean > 0
         ),
         default=0.0,
     )

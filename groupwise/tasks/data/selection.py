@@ -103,11 +103,11 @@ class Selection:
         if block in self._blocks:
             return
         easy = [self._easy(block, slot, step) for slot in range(slots)]
-        left = [slot for slot in range(self._sizes.block) if easy[slot] is None]
-        entries = self._drawn_again(block, step, len(left))
-        again = dict(zip(left[len(left) - len(entries) :], entries, strict=True))
+        open_slots = [slot for slot in range(self._sizes.block) if easy[slot] is None]
+        entries = self._drawn_again(block, step, len(open_slots))
+        replayed = dict(zip(open_slots[len(open_slots) - len(entries) :], entries, strict=True))
         self._blocks[block] = [
-            easy[slot] or (_again(again[slot]) if slot in again else self._fresh())
+            easy[slot] or (_again(replayed[slot]) if slot in replayed else self._fresh())
             for slot in range(slots)
         ]
 
@@ -118,8 +118,8 @@ class Selection:
 
     def finish(self, block: int, used: int) -> None:
         """End a block of which `used` slots were used; the unused examples go to later blocks."""
-        left = self._blocks.pop(block, [])[used:]
-        self._unused = [choice.index for choice in left if choice.origin == "fresh"] + self._unused
+        unused = self._blocks.pop(block, [])[used:]
+        self._unused = [choice.index for choice in unused if choice.origin == "fresh"] + self._unused
 
     def keep(self, draws: Iterable[int]) -> None:
         """Keep the prompts of these draws for replay once their step is committed; does nothing without a replay buffer."""
@@ -140,32 +140,32 @@ class Selection:
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The share and success of each kind of group that a step trains, and statistics of the pools."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._config.easy_pool:
-            found["data/easy_probability"] = self._config.easy_pool.probability(step)
+            metrics["data/easy_probability"] = self._config.easy_pool.probability(step)
         for origin in ("easy", "replay"):
             if (origin == "easy" and self._config.easy_pool) or (
                 origin == "replay" and self.replay
             ):
-                found[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
-        if found:
+                metrics[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
+        if metrics:
             rewards: dict[str, list[float]] = {}
             for group in groups:
-                own = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-                rewards.setdefault(group.origin, []).extend(own)
-            found |= {f"reward/{origin}": fmean(own) for origin, own in rewards.items() if own}
+                values = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+                rewards.setdefault(group.origin, []).extend(values)
+            metrics |= {f"reward/{origin}": fmean(values) for origin, values in rewards.items() if values}
         if self.replay is not None:
             means = [entry.mean for entry in self.replay.entries if entry.count]
-            found |= {
+            metrics |= {
                 "replay/size": float(len(self.replay)),
                 "replay/evicted": float(self.replay.evicted),
                 "replay/refused": float(self.replay.refused),
                 **({"replay/mean_reward": fmean(means)} if means else {}),
             }
         if self.curriculum is not None:
-            found |= self.curriculum.metrics()
-            found["curriculum/passed_over"] = float(self._passed_over)
-        return found
+            metrics |= self.curriculum.metrics()
+            metrics["curriculum/passed_over"] = float(self._passed_over)
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as plain JSON."""

@@ -49,8 +49,8 @@ def _has_methods(value: Any) -> bool:
     kind = cast("type[Any]", type(value))
     if not isinstance(value, MUTABLE) or kind.__module__ != MODULE:
         return False
-    own = (each for name, each in vars(kind).items() if not name.startswith("__"))
-    return any(isinstance(each, types.FunctionType) for each in own)
+    members = (member for name, member in vars(kind).items() if not name.startswith("__"))
+    return any(isinstance(member, types.FunctionType) for member in members)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -60,7 +60,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "is a": isinstance,
     "item": operator.getitem,
     "put": operator.setitem,
-    **{each.__name__: each for each in (bool, float, hash, int, iter, len, next, repr, str)},
+    **{function.__name__: function for function in (bool, float, hash, int, iter, len, next, repr, str)},
     **{
         name: getattr(operator, name)
         for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
@@ -89,14 +89,14 @@ class _Solution:
     def _answer(self, question: dict[str, Json]) -> None:
         try:
             # The result, and the passed arguments that the call changed.
-            arguments = [self._ledger.read(each) for each in question["arguments"]]
-            keywords = {name: self._ledger.read(each) for name, each in question["named"]}
+            arguments = [self._ledger.read(argument) for argument in question["arguments"]]
+            keywords = {name: self._ledger.read(argument) for name, argument in question["named"]}
             before = self._contents(question["shown"])
             answer = self._operations[question["do"]](*arguments, **keywords)
             after = self._contents(question["shown"])
             result, changes = (
                 answer,
-                [[number, now] for number, now in after.items() if now != before[number]],
+                [[number, content] for number, content in after.items() if content != before[number]],
             )
             by_number = question["do"] == "call" and _has_methods(result)
             reply = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
@@ -107,7 +107,7 @@ class _Solution:
             self._line.send({"raised": written_error(self._ledger, error), "changes": []})
 
     def _contents(self, numbers: list[int]) -> dict[int, Json]:
-        return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
+        return {number: self._ledger.content(self._ledger.theirs(number)) for number in numbers}
 
     def _load(self) -> list[str]:
         """Run the solution's code and return the names that it defined.
@@ -120,11 +120,11 @@ class _Solution:
         try:
             exec(program, self._module.__dict__)
         except (Exception, SystemExit):
-            own = (each for each in vars(self._module).values() if hasattr(each, "__module__"))
-            if not any(each.__module__ == MODULE for each in own):
+            values = (value for value in vars(self._module).values() if hasattr(value, "__module__"))
+            if not any(value.__module__ == MODULE for value in values):
                 raise
-        there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
-        return [name for name in there if not name.startswith("__")]
+        names = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
+        return [name for name in names if not name.startswith("__")]
 
     def _look_up(self, name: str) -> tuple[str, Any]:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
@@ -142,8 +142,8 @@ class _Solution:
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            encoded = [self._ledger.to_json(each) for each in arguments]
-            encoded_keywords = [[key, self._ledger.to_json(each)] for key, each in keywords.items()]
+            encoded = [self._ledger.to_json(argument) for argument in arguments]
+            encoded_keywords = [[key, self._ledger.to_json(argument)] for key, argument in keywords.items()]
             self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
             while "answer" not in (message := self._line.receive()):
                 self._answer(message)

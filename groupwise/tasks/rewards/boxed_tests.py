@@ -58,9 +58,9 @@ def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
     verdicts = MessageSocket(FIRST_CHANNEL + 1)
     try:
         plan = Plan.of(tests, entry_point)
-        far = Far(MessageSocket(FIRST_CHANNEL))
+        solution = Far(MessageSocket(FIRST_CHANNEL))
         verdicts.send({"tests": len(plan.tests)})
-        for problem in run_tests(plan, far):
+        for problem in run_tests(plan, solution):
             verdicts.send({"passed": problem is None, "why": problem})
         verdicts.send({"done": True})
     except BrokenTests as broken:
@@ -124,8 +124,8 @@ class Plan:
         texts = [tests] if isinstance(tests, str) else list(tests)
         trees = [_parse_tests(text) for text in texts]
         checking = _checking_functions(trees)
-        found = [_pieces(tree, entry_point, checking) for tree in trees]
-        steps = found[0] if isinstance(tests, str) else [_join_steps(pieces) for pieces in found]
+        steps_of_texts = [_pieces(tree, entry_point, checking) for tree in trees]
+        steps = steps_of_texts[0] if isinstance(tests, str) else [_join_steps(pieces) for pieces in steps_of_texts]
         if not any(step.is_test for step in steps):
             raise BrokenTests(
                 "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
@@ -133,13 +133,13 @@ class Plan:
             )
         for name in sorted(_foreign_modules(trees)):
             raise BrokenTests(f"they import {name}, and there is the standard library alone")
-        own, free = _names_of(texts)
-        own |= {name for tree in trees for name in _star_names(tree)}
-        modules = _modules_in(trees) - own
-        free -= own | modules | {MODULE}
+        defined, free = _names_of(texts)
+        defined |= {name for tree in trees for name in _star_names(tree)}
+        modules = _modules_in(trees) - defined
+        free -= defined | modules | {MODULE}
         entry = {entry_point} if entry_point else set[str]()
         names = (free - _BUILTINS) | entry
-        library = _library_names(trees, names - entry, alone=not entry)
+        library = _library_names(trees, names - entry, no_entry_point=not entry)
         names -= library.keys()
         if helped or entry_point is None:
             # The checking functions must not come from the solution.
@@ -160,7 +160,7 @@ class Plan:
                 )
         names &= {*entry, WRAPPER} if entry else names
         return cls(
-            tuple(steps), frozenset(names), frozenset(modules), library, frozenset(own), entry_point
+            tuple(steps), frozenset(names), frozenset(modules), library, frozenset(defined), entry_point
         )
 
 
@@ -181,10 +181,10 @@ def _parse_tests(text: str) -> ast.Module:
 
 def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
     """The statements of a text, and calls of its functions that are tests."""
-    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
-    tests = [each for each in functions if each.name.startswith(_TEST)]
+    functions = [function for function in tree.body if isinstance(function, ast.FunctionDef)]
+    tests = [function for function in functions if function.name.startswith(_TEST)]
     calls = [_call(test, []) for test in tests]
-    called = {ast.unparse(each).partition("(")[0] for each in tree.body}
+    called = {ast.unparse(statement).partition("(")[0] for statement in tree.body}
     for check in functions:
         if check.name == _CHECK and _CHECK not in called:
             if not entry_point:
@@ -204,8 +204,8 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
     # A statement counts as a check if it holds an assert that can fail, a raise, or a call that does either.
     return [
         *(
-            Step([each], any(_is_check(node, checking) for node in _reachable_statements(each)))
-            for each in tree.body
+            Step([statement], any(_is_check(node, checking) for node in _reachable_statements(statement)))
+            for statement in tree.body
         ),
         *calls,
     ]
@@ -224,11 +224,11 @@ def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
                     new.add(function.name)
                 elif isinstance(node, ast.Call):
                     callers[_name_of_call(node)].add(function.name)
-    found = set[str]()
+    checking = set[str]()
     while new:
-        found |= new
-        new = {caller for name in new for caller in callers[name]} - found
-    return frozenset(found)
+        checking |= new
+        new = {caller for name in new for caller in callers[name]} - checking
+    return frozenset(checking)
 
 
 def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
@@ -257,9 +257,9 @@ def _name_of_call(call: ast.Call) -> str:
 
 def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
     """The asserts, raises and calls that may be executed with this statement, as far as static analysis shows, in no order."""
-    left: list[ast.AST] = [statement]
-    while left:
-        match left.pop():
+    pending: list[ast.AST] = [statement]
+    while pending:
+        match pending.pop():
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 pass
             case (ast.Assert() | ast.Raise()) as found:
@@ -267,17 +267,17 @@ def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
             case ast.If(ast.Constant(value), body, orelse) | ast.While(
                 ast.Constant(value), body, orelse
             ):
-                left += body if value else orelse
+                pending += body if value else orelse
             case node:
                 if isinstance(node, ast.Call):
                     yield node
-                left += ast.iter_child_nodes(node)
+                pending += ast.iter_child_nodes(node)
 
 
 def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
-    given = function.args
-    required = len(given.posonlyargs) + len(given.args) - len(given.defaults)
-    required += given.kw_defaults.count(None)
+    parameters = function.args
+    required = len(parameters.posonlyargs) + len(parameters.args) - len(parameters.defaults)
+    required += parameters.kw_defaults.count(None)
     if required > len(arguments):
         raise BrokenTests(f"{function.name} wants arguments, and there are no fixtures here")
     return Step(ast.parse(f"{function.name}({', '.join(arguments)})").body, is_test=True)
@@ -290,11 +290,11 @@ def _join_steps(steps: list[Step]) -> Step:
 
 def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
     """The names that the texts define globally, and the global names that they read."""
-    own: set[str] = set()
+    defined: set[str] = set()
     read: set[str] = set()
     for text in texts:
         tables = [symtable.symtable(text, "<tests>", "exec")]
-        own |= {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
+        defined |= {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
         while tables:
             table = tables.pop()
             tables += table.get_children()
@@ -304,7 +304,7 @@ def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
                 for s in table.get_symbols()
                 if s.is_referenced() and (outer or s.is_global())
             }
-    return own, read
+    return defined, read
 
 
 def _star_names(tree: ast.Module) -> Iterator[str]:
@@ -322,24 +322,24 @@ def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
     owners = [
         node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     ]
-    return {each.id for each in owners if isinstance(each, ast.Name)} & sys.stdlib_module_names
+    return {owner.id for owner in owners if isinstance(owner, ast.Name)} & sys.stdlib_module_names
 
 
 def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:
     """Modules outside the standard library, except those whose import errors the text handles itself."""
-    found: set[str] = set()
-    left: list[ast.AST] = list(trees)
-    while left:
-        match left.pop():
+    modules: set[str] = set()
+    pending: list[ast.AST] = list(trees)
+    while pending:
+        match pending.pop():
             case ast.Try(handlers=handlers) if any(map(_catches_imports, handlers)):
                 continue
             case ast.Import(names):
-                found |= {each.name.partition(".")[0] for each in names}
+                modules |= {alias.name.partition(".")[0] for alias in names}
             case ast.ImportFrom(str(module), level=0):
-                found.add(module.partition(".")[0])
+                modules.add(module.partition(".")[0])
             case node:
-                left += ast.iter_child_nodes(node)
-    return found - sys.stdlib_module_names - {MODULE}
+                pending += ast.iter_child_nodes(node)
+    return modules - sys.stdlib_module_names - {MODULE}
 
 
 def _catches_imports(handler: ast.ExceptHandler) -> bool:
@@ -348,16 +348,16 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool) -> dict[str, str]:
+def _library_names(trees: Sequence[ast.Module], names: Set[str], *, no_entry_point: bool) -> dict[str, str]:
     """Finds the names of common modules that the tests use to judge: they are called with the result of another name, read without
     being called, or rarely something else. `alone`: if nothing else is read, these names are themselves under test.
     """
     judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for module in reversed(_WITH_STARS):
         public = _public_names(module)
-        found |= {name: module for name in judging if name in public}
-    return {} if alone and names <= found.keys() else found
+        origins |= {name: module for name in judging if name in public}
+    return {} if no_entry_point and names <= origins.keys() else origins
 
 
 def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
@@ -366,7 +366,7 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
-        inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+        inner = {_root(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
         if isinstance(call.func, ast.Name) and (inner & names) - {call.func.id}:
             yield call.func.id
     functions = {id(call.func) for call in called}
@@ -378,8 +378,8 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
 @cache
 def _public_names(module: str) -> frozenset[str]:
     """Names that `import *` takes from a module."""
-    found = importlib.import_module(module)
-    return frozenset(getattr(found, "__all__", [n for n in dir(found) if n[0] != "_"]))
+    imported = importlib.import_module(module)
+    return frozenset(getattr(imported, "__all__", [n for n in dir(imported) if n[0] != "_"]))
 
 
 _JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
@@ -395,7 +395,7 @@ def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
         match node:
             case ast.Assert(test):
                 for call in _asserted_calls(test):
-                    inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+                    inner = {_root(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
                     if (inner & names) - {_root(call)}:
                         yield _root(call)
             case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
@@ -414,8 +414,8 @@ def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
         case ast.UnaryOp(ast.Not(), inner) | ast.Compare(inner, _, [ast.Constant(bool())]):
             yield from _asserted_calls(inner)
         case ast.BoolOp(values=values):
-            for each in values:
-                yield from _asserted_calls(each)
+            for value in values:
+                yield from _asserted_calls(value)
         case _:
             pass
 
@@ -430,26 +430,26 @@ def _root(call: ast.AST) -> str:
 # Running
 
 
-def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
+def run_tests(plan: Plan, solution: Far) -> Iterator[str | None]:
     """Yields None for each test that passes, else the reason for its failure. Raises BrokenTests."""
     problem: str | None = None
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        far.load()
+        solution.load()
         # Names that the tests do not define themselves; the module docstring gives the order.
-        sys.modules[MODULE] = far.as_module(
-            own=(plan.own | plan.library.keys()) - {plan.entry_point}
+        sys.modules[MODULE] = solution.as_module(
+            test_names=(plan.own | plan.library.keys()) - {plan.entry_point}
         )
-        found: dict[str, Any] = {}
+        extra_names: dict[str, Any] = {}
         for name in sorted(plan.names):
-            if name == plan.entry_point or name in far.names:
-                found[name] = far.name(name)
+            if name == plan.entry_point or name in solution.names:
+                extra_names[name] = solution.name(name)
         for name, module in plan.library.items():
-            found[name] = getattr(importlib.import_module(module), name)
-        for name in sorted(plan.modules - found.keys() - {MODULE}):
+            extra_names[name] = getattr(importlib.import_module(module), name)
+        for name in sorted(plan.modules - extra_names.keys() - {MODULE}):
             with suppress(ImportError):  # a module of another operating system
-                found[name] = importlib.import_module(name)
-        names |= found
+                extra_names[name] = importlib.import_module(name)
+        names |= extra_names
     except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
         problem = f"the solution cannot be loaded: {_error_text(error)}"
     for step in plan.steps:
@@ -508,10 +508,10 @@ class Far:
         kind, value = self.ask("name", name)
         return self._errors.class_named(*map(str, value)) if kind == "error" else value
 
-    def as_module(self, own: Set[str]) -> types.ModuleType:
+    def as_module(self, test_names: Set[str]) -> types.ModuleType:
         """A module for tests that import the solution. A star import of it replaces neither built-in names nor the tests' own."""
         module = types.ModuleType(MODULE)
-        module.__dict__["__all__"] = sorted(self.names - own - _BUILTINS - sys.stdlib_module_names)
+        module.__dict__["__all__"] = sorted(self.names - test_names - _BUILTINS - sys.stdlib_module_names)
         module.__dict__["__getattr__"] = self._attribute_of_module
         return module
 
@@ -525,9 +525,9 @@ class Far:
         self._ledger.showing.clear()
         question = {
             "do": do,
-            "arguments": [self._ledger.to_json(each, shown=True) for each in arguments],
+            "arguments": [self._ledger.to_json(value, shown=True) for value in arguments],
             "named": [
-                [key, self._ledger.to_json(each, shown=True)] for key, each in keywords.items()
+                [key, self._ledger.to_json(value, shown=True)] for key, value in keywords.items()
             ],
         }
         shown = sorted(self._ledger.showing)
@@ -558,8 +558,8 @@ class Far:
         """Calls a function of the tests that the solution was given, and returns its result or error as JSON."""
         try:
             function = self._ledger.own(question["call"])
-            arguments = [self._ledger.read(each) for each in question["arguments"]]
-            keywords = {name: self._ledger.read(each) for name, each in question["named"]}
+            arguments = [self._ledger.read(argument) for argument in question["arguments"]]
+            keywords = {name: self._ledger.read(argument) for name, argument in question["named"]}
             return {"result": self._ledger.to_json(function(*arguments, **keywords))}
         except Exception as error:  # noqa: BLE001 — the solution may catch it, as it could without a sandbox
             return {"raised": written_error(self._ledger, error)}
@@ -587,8 +587,8 @@ def _between_remotes(do: str) -> Callable[..., Any]:
 
 
 def _ask(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
-    far: Far = object.__getattribute__(remote, "_far")
-    return far.ask(do, remote, *arguments, **keywords)
+    solution: Far = object.__getattribute__(remote, "_far")
+    return solution.ask(do, remote, *arguments, **keywords)
 
 
 class Remote:
@@ -596,8 +596,8 @@ class Remote:
 
     __slots__ = ("__weakref__", "_far")
 
-    def __init__(self, far: Far) -> None:
-        object.__setattr__(self, "_far", far)
+    def __init__(self, solution: Far) -> None:
+        object.__setattr__(self, "_far", solution)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):

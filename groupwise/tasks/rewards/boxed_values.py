@@ -64,7 +64,7 @@ values gives a plain value. None of them executes text, reads attributes by name
 a test calls one that it returned.
 """
 
-_OF_ASSERTS = tuple(each.__name__ for each in AssertionError.__mro__ if each is not object)
+_OF_ASSERTS = tuple(base.__name__ for base in AssertionError.__mro__ if base is not object)
 MOST_ITEMS = 100_000
 """Most items taken from an iterator that is sent: all of them are read at once."""
 _HEADER = 8
@@ -224,7 +224,7 @@ class Ledger:
         return {**self.content(value, shown=True), "at": number}
 
     def _each(self, values: Iterable[Any], shown: bool) -> list[Json]:
-        return [self.to_json(each, shown=shown) for each in values]
+        return [self.to_json(value, shown=shown) for value in values]
 
     def _of_other_kind(self, value: Any, shown: bool) -> Json:
         match value:
@@ -245,7 +245,7 @@ class Ledger:
             case datetime.timedelta():
                 return {"span": [value.days, value.seconds, value.microseconds]}
             case datetime.date() | datetime.time():
-                kind = next(name for name, each in _TIMES.items() if isinstance(value, each))
+                kind = next(name for name, time_type in _TIMES.items() if isinstance(value, time_type))
                 return {kind: value.isoformat()}
             case _:
                 return self._by_name(value) or self._by_number(value)
@@ -255,8 +255,8 @@ class Ledger:
         if not (isinstance(module, str) and isinstance(name, str)):
             return None
         module = module.removeprefix("_")  # without the underscore of a module's C part
-        known = is_shared(module, name) and _from_module(module, name) is value
-        return {"global": [module, name]} if known else None
+        is_importable = is_shared(module, name) and _from_module(module, name) is value
+        return {"global": [module, name]} if is_importable else None
 
     def _by_number(self, value: Any) -> Json:
         if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
@@ -312,7 +312,7 @@ class Ledger:
                 return _READERS[kind](content)
 
     def _read_each(self, content: list[Json]) -> list[Any]:
-        return [self.read(each) for each in content]
+        return [self.read(item) for item in content]
 
     def _stand_in_for(self, number: Json) -> Any:
         if number not in self._stand_ins:
@@ -355,17 +355,17 @@ def _from_module(module: str, name: str) -> Any:
 def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
     """An exception as JSON: its name, its nearest built-in class, its arguments and its text."""
     try:
-        made_of = [ledger.to_json(each) for each in error.args]
+        arguments = [ledger.to_json(argument) for argument in error.args]
     except (NotPlain, RecursionError):
-        made_of = None
+        arguments = None
     text = str(error)[:2000]
     kind = type(error)
-    return {"name": kind.__name__[:200], "kind": builtin_of(kind), "args": made_of, "text": text}
+    return {"name": kind.__name__[:200], "kind": builtin_of(kind), "args": arguments, "text": text}
 
 
 def builtin_of(kind: type[BaseException]) -> str:
     """The name of the nearest built-in base class of an exception class."""
-    return next(each.__name__ for each in kind.__mro__ if each.__module__ == "builtins")
+    return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 class Errors:
@@ -375,9 +375,9 @@ class Errors:
         self._ledger = ledger
         self._kinds: dict[str, type[Exception]] = {}
 
-    def kind(self, name: str, known: str) -> type[Exception]:
+    def kind(self, name: str, builtin_name: str) -> type[Exception]:
         """The class for a name. Exceptions that end programs, such as SystemExit, become RuntimeError, so they end nothing here."""
-        base = getattr(builtins, known, None)
+        base = getattr(builtins, builtin_name, None)
         if not (isinstance(base, type) and issubclass(base, Exception)):
             base = RuntimeError
         if base.__name__ == name:
@@ -386,16 +386,16 @@ class Errors:
             self._kinds[name] = cast("type[Exception]", types.new_class(name, (base,)))
         return self._kinds[name]
 
-    def class_named(self, name: str, known: str) -> type[Exception]:
+    def class_named(self, name: str, builtin_name: str) -> type[Exception]:
         """The same for a class that a name of the other side refers to: it never catches a failed assert of this side."""
-        kind = self.kind(name[:200], known)
+        kind = self.kind(name[:200], builtin_name)
         return types.new_class(name, (Exception,)) if issubclass(AssertionError, kind) else kind
 
-    def read(self, told: Mapping[str, Json]) -> Exception:
+    def read(self, message: Mapping[str, Json]) -> Exception:
         """The exception that was sent."""
-        kind = self.kind(str(told.get("name")), str(told.get("kind")))
-        made_of, text = told.get("args"), str(told.get("text"))
+        kind = self.kind(str(message.get("name")), str(message.get("kind")))
+        arguments, text = message.get("args"), str(message.get("text"))
         try:
-            return kind(*[self._ledger.read(each) for each in made_of or [text]])
+            return kind(*[self._ledger.read(argument) for argument in arguments or [text]])
         except TypeError:  # some constructors take other arguments than they store
             return RuntimeError(f"{kind.__name__}: {text}")

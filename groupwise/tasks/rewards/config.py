@@ -156,9 +156,9 @@ class RewardsConfig(Strict):
                     "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
                     ("reward_weights", "router"),
                 )
-            elif own := _names_with_weight(self.reward_funcs):
+            elif weighted_names := _names_with_weight(self.reward_funcs):
                 yield Conflict(
-                    f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
+                    f"reward_weights and the entry {weighted_names[0]} of reward_funcs both give a weight. Leave one out.",
                     ("reward_weights", "reward_funcs"),
                 )
             elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):

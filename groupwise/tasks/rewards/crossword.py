@@ -83,9 +83,9 @@ class CrosswordAccuracy:
     def value(self, text: str, forms: Sequence[str]) -> float:
         """The reward of a completion, given the accepted forms of its gold answer."""
         answer_text = text if self.scaled else after_reasoning(text, self.reasoning_tag)
-        found = any(occurs(form, answer_text, self.mode) for form in forms)
-        if not (found and self.scaled):
-            return float(found)
+        is_present = any(occurs(form, answer_text, self.mode) for form in forms)
+        if not (is_present and self.scaled):
+            return float(is_present)
         tags = Tags(self.reasoning_tag, self.answer_tag)
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
@@ -128,8 +128,8 @@ class PureAccuracy:
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
         enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
         lengths = [
-            _fitting(forms, _length({name: values[at] for name, values in enumerations.items()}))
-            for at, forms in enumerate(golds)
+            _fitting(forms, _length({name: values[index] for name, values in enumerations.items()}))
+            for index, forms in enumerate(golds)
         ]
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
@@ -170,14 +170,14 @@ def one_spelling(answer: str) -> str:
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
     """True if a gold answer occurs in a text. Raises ValueError if its letters do not identify it."""
-    sought = _gold_letters(gold)
+    gold_letters = _gold_letters(gold)
     if mode == "any":
-        return sought in letters(text)
-    there = " ".join(_words(text))
-    spelt = {" ".join(_words(gold)), sought}
+        return gold_letters in letters(text)
+    spaced_text = " ".join(_words(text))
+    spellings = {" ".join(_words(gold)), gold_letters}
     if mode == "contiguous":
-        return any(words in there for words in spelt)
-    return any(f" {words} " in f" {there} " for words in spelt)
+        return any(words in spaced_text for words in spellings)
+    return any(f" {words} " in f" {spaced_text} " for words in spellings)
 
 
 def tag_share(tags: Tags, text: str) -> float:
@@ -193,9 +193,9 @@ def length_ramp(text: str, min_words: int, full_words: int) -> float:
 
 def _plain_capitals(text: str) -> str:
     """The text in capitals without accents, and with AND as a separate word for &."""
-    apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
-    bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
-    return bare.upper().translate(_LATIN)
+    decomposed = unicodedata.normalize("NFKD", text.replace("&", " AND "))
+    unaccented = "".join(sign for sign in decomposed if not unicodedata.combining(sign))
+    return unaccented.upper().translate(_LATIN)
 
 
 def _other_signs(text: str) -> bool:
@@ -225,21 +225,21 @@ def _check_letters(forms: Sequence[str]) -> None:
 
 def _gold_letters(gold: str) -> str:
     """The letters of a gold answer, which must consist only of letters."""
-    found = letters(gold)
-    if not found or _other_signs(gold):
+    spelling = letters(gold)
+    if not spelling or _other_signs(gold):
         raise ValueError(
             f"the gold answer {gold!r:.60} cannot be told by its letters A–Z; expected words. "
             "For numbers take math_answer or pure_accuracy_math"
         )
-    return found
+    return spelling
 
 
 def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
     """The letters of the accepted forms that have the expected length."""
-    graded = {_gold_letters(form) for form in forms}
-    fitting = frozenset(each for each in graded if length is None or len(each) == length)
+    spellings = {_gold_letters(form) for form in forms}
+    fitting = frozenset(spelling for spelling in spellings if length is None or len(spelling) == length)
     if not fitting:
-        lengths = " or ".join(str(len(each)) for each in sorted(graded))
+        lengths = " or ".join(str(len(spelling)) for spelling in sorted(spellings))
         raise ValueError(
             f"the row's enumeration asks for {length} letters, but its gold answer {forms[0]!r:.60} "
             f"has {lengths}; nothing could be right. Mend the row"

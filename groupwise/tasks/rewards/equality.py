@@ -83,10 +83,10 @@ def value_at(node: Node, point: Point) -> Value:
 
 
 def _value(node: Node, point: Point) -> Value:
-    how = _HOW.get(node.kind)
-    if how is None:
+    evaluate = _HOW.get(node.kind)
+    if evaluate is None:
         raise Undecided(f"a {node.kind} has no value")
-    return how(node, point)
+    return evaluate(node, point)
 
 
 def _sum(node: Node, point: Point) -> Value:
@@ -124,10 +124,10 @@ def _real(value: Value, point: Point) -> Value:
     return value
 
 
-def _both(how: Callable[[Any, Any], Any], one: Value, other: Value, point: Point) -> Value:
+def _both(operation: Callable[[Any, Any], Any], one: Value, other: Value, point: Point) -> Value:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
-        return how(one, other)
-    return how(_real(one, point), _real(other, point))
+        return operation(one, other)
+    return operation(_real(one, point), _real(other, point))
 
 
 def _require_bounded(value: Value) -> Value:
@@ -228,19 +228,19 @@ def _of_analysis(name: str, values: list[Value], context: Any, point: Point) -> 
         return _logarithm(values[0], context) / _logarithm(values[1], context)
     if len(values) != 1:
         raise Undecided(f"{name} of {len(values)}")
-    (of,) = values
+    (argument,) = values
     if name == "degrees":
-        return of * context.pi / 180
+        return argument * context.pi / 180
     if name in ("ln", "log", "lg"):
-        found = _logarithm(of, context)
+        logarithm = _logarithm(argument, context)
         return (
-            found / context.log(10)
+            logarithm / context.log(10)
             if name == "lg" or (name == "log" and point.log_base == "10")
-            else found
+            else logarithm
         )
-    if name in ("exp", "sinh", "cosh", "tanh") and abs(of) > _MAX_EXPONENT:
+    if name in ("exp", "sinh", "cosh", "tanh") and abs(argument) > _MAX_EXPONENT:
         raise Undecided("too large a power")
-    if name in ("sin", "cos", "tan", "cot", "sec", "csc") and abs(of) > 10**30:
+    if name in ("sin", "cos", "tan", "cot", "sec", "csc") and abs(argument) > 10**30:
         raise Undecided("too large an angle")
     functions: dict[str, Callable[[Any], Any]] = {
         "exp": context.exp, "sin": context.sin, "cos": context.cos, "tan": context.tan, "cot": context.cot, "sec": context.sec,
@@ -249,7 +249,7 @@ def _of_analysis(name: str, values: list[Value], context: Any, point: Point) -> 
     }  # fmt: skip
     if name not in functions:
         raise Undecided(name)
-    return functions[name](of)
+    return functions[name](argument)
 
 
 def _logarithm(of: Value, context: Any) -> Value:
@@ -261,11 +261,11 @@ def _logarithm(of: Value, context: Any) -> Value:
 def _named_function_value(node: Node, point: Point) -> Value:
     """The value of a function that is only named, such as f: a polynomial derived from its name."""
     total: Value = point.of(f"{node.name}(0)")
-    for place, part in enumerate(node.parts):
-        of = _value(part, point)
+    for index, part in enumerate(node.parts):
+        argument = _value(part, point)
         for power in (1, 2, 3):
-            factor = point.of(f"{node.name}({place},{power})")
-            term = _both(operator.mul, factor, _power(of, Fraction(power), point), point)
+            factor = point.of(f"{node.name}({index},{power})")
+            term = _both(operator.mul, factor, _power(argument, Fraction(power), point), point)
             total = _require_bounded(_both(operator.add, total, term, point))
     return total
 
@@ -279,10 +279,10 @@ def _determinant(matrix: Node, point: Point) -> Value:
         if len(part) == 1:
             return part[0][0]
         total: Value = Fraction(0)
-        for place, factor in enumerate(part[0]):
-            minor = [[*row[:place], *row[place + 1 :]] for row in part[1:]]
+        for column, factor in enumerate(part[0]):
+            minor = [[*row[:column], *row[column + 1 :]] for row in part[1:]]
             term = _both(operator.mul, factor, expand(minor), point)
-            total = _both(operator.sub if place % 2 else operator.add, total, term, point)
+            total = _both(operator.sub if column % 2 else operator.add, total, term, point)
         return total
 
     return expand(rows)
@@ -324,8 +324,8 @@ def _has_log(node: Node) -> bool:
 
 def names_in(node: Node) -> set[str]:
     """The letters of an expression."""
-    own: set[str] = {node.name} if node.kind in ("name", "applied") else set()
-    return own.union(*map(names_in, node.parts))
+    names: set[str] = {node.name} if node.kind in ("name", "applied") else set()
+    return names.union(*map(names_in, node.parts))
 
 
 def numeric_value(node: Node) -> Fraction | None:
@@ -338,14 +338,14 @@ def numeric_value(node: Node) -> Fraction | None:
         case "relation", (Node(kind="name" | "applied"), of) if node.name == "=":
             return numeric_value(of)
         case "*", (sign, of) if sign == number_node(-1):
-            found = numeric_value(of)
-            return None if found is None else -found
+            number = numeric_value(of)
+            return None if number is None else -number
         case "*", (of, Node(kind="^", parts=(ten, exponent))) if ten == number_node(10):
-            found, power = numeric_value(of), numeric_value(exponent)
+            number, power = numeric_value(of), numeric_value(exponent)
             small = power is not None and power.denominator == 1 and abs(power) < 1_000
             return (
-                found * Fraction(10) ** int(power)
-                if found is not None and power is not None and small
+                number * Fraction(10) ** int(power)
+                if number is not None and power is not None and small
                 else None
             )
         case "/", (over, under):
@@ -354,8 +354,8 @@ def numeric_value(node: Node) -> Fraction | None:
         case "+", (Node(kind="number") as whole, Node(kind="/") as part) if (
             whole.value.denominator == 1
         ):  # a mixed number
-            found = numeric_value(part)
-            return None if found is None else whole.value + found
+            number = numeric_value(part)
+            return None if number is None else whole.value + number
         case _:
             return None
 
@@ -408,8 +408,8 @@ def nearly_equal(one: Value, other: Value) -> bool:
 
 
 def _within_rounding(one: Fraction, other: Fraction) -> bool:
-    whole = one.denominator == 1 or other.denominator == 1
-    return not whole and abs(one - other) <= min(
+    has_integer = one.denominator == 1 or other.denominator == 1
+    return not has_integer and abs(one - other) <= min(
         ROUNDING_RELATIVE * max(abs(one), abs(other)), ROUNDING_ABSOLUTE
     )
 

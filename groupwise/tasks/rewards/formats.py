@@ -62,14 +62,14 @@ class StrictFormat(_Layout):
     right: float = 0.5
 
     def _value(self, text: str) -> float:
-        opened, closed, answered, ended = map(re.escape, self.tags.four)
+        think_open, think_close, answer_open, answer_close = map(re.escape, self.tags.four)
         layout = (
-            rf"{opened}\n{_inside(self.tags)}\n{closed}\n"
-            rf"{answered}\n{_inside(self.tags)}\n{ended}\n?"
+            rf"{think_open}\n{_inside(self.tags)}\n{think_close}\n"
+            rf"{answer_open}\n{_inside(self.tags)}\n{answer_close}\n?"
         )
-        found = re.fullmatch(layout, text, re.DOTALL)
-        filled = found is not None and not any(map(_is_blank, found.groups()))
-        return self.right if filled else 0.0
+        match = re.fullmatch(layout, text, re.DOTALL)
+        is_filled = match is not None and not any(map(_is_blank, match.groups()))
+        return self.right if is_filled else 0.0
 
 
 @reward("soft_format")
@@ -92,12 +92,12 @@ class XmlCount(_Layout):
     """An eighth: the four together earn as much as the layout."""
 
     def _value(self, text: str) -> float:
-        once = zip(
+        count_pairs = zip(
             self.tags.counts(text),
             self.tags.counts(without_empty_pairs(self.tags, text)),
             strict=True,
         )
-        return self.each * sum(count == filled == 1 for count, filled in once)
+        return self.each * sum(count == nonempty_count == 1 for count, nonempty_count in count_pairs)
 
 
 @reward("match_format")
@@ -113,8 +113,8 @@ class MatchFormat(_Layout):
     def _value(self, text: str) -> float:
         if both_pairs(self.tags, text):
             return self.right
-        opened, _, answered, _ = self.tags.counts(without_empty_pairs(self.tags, text))
-        return self.begun if opened or answered else self.wrong
+        think_opens, _, answer_opens, _ = self.tags.counts(without_empty_pairs(self.tags, text))
+        return self.begun if think_opens or answer_opens else self.wrong
 
 
 @reward("think_format")
@@ -134,10 +134,10 @@ class ThinkFormat:
         return [self.right if self._is_one(text) else 0.0 for text in texts]
 
     def _is_one(self, text: str) -> bool:
-        opened, closed = marks(self.reasoning_tag)
-        begins = text.startswith(opened) and text.count(opened) == 1
-        inside, _, behind = text.removeprefix(opened).partition(closed)
-        return begins and not _is_blank(inside) and not _is_blank(behind)
+        opening, closing = marks(self.reasoning_tag)
+        starts_with_tag = text.startswith(opening) and text.count(opening) == 1
+        inside, _, rest = text.removeprefix(opening).partition(closing)
+        return starts_with_tag and not _is_blank(inside) and not _is_blank(rest)
 
 
 def both_pairs(tags: Tags, text: str) -> bool:
@@ -150,23 +150,23 @@ def both_pairs(tags: Tags, text: str) -> bool:
 
 def without_empty_pairs(tags: Tags, text: str) -> str:
     """The text without pairs of tags that enclose nothing, or nothing but tags."""
-    found = list(
+    matches = list(
         re.finditer("|".join(f"({re.escape(tag)})" for tag in tags.four), text, re.IGNORECASE)
     )
-    opened: tuple[list[int], list[int]] = ([], [])
+    open_pairs: tuple[list[int], list[int]] = ([], [])
     empty: set[int] = set()
     end = 0
-    for place, tag in enumerate(found):
+    for index, tag in enumerate(matches):
         if not _is_blank(text[end : tag.start()]):
-            for waiting in opened:
-                waiting.clear()  # the open pairs have content
+            for stack in open_pairs:
+                stack.clear()  # the open pairs have content
         end = tag.end()
         pair, closes = divmod((tag.lastindex or 1) - 1, 2)
         if not closes:
-            opened[pair].append(place)
-        elif opened[pair]:
-            empty |= {place, opened[pair].pop()}
-    edges = [0, *(edge for place in sorted(empty) for edge in found[place].span()), len(text)]
+            open_pairs[pair].append(index)
+        elif open_pairs[pair]:
+            empty |= {index, open_pairs[pair].pop()}
+    edges = [0, *(edge for index in sorted(empty) for edge in matches[index].span()), len(text)]
     return "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -175,8 +175,8 @@ def _is_blank(text: str) -> bool:
 
 
 def _non_empty_block(tags: Tags, tag: Tag) -> re.Pattern[str]:
-    opened, closed = map(re.escape, marks(tag))
-    pair = rf"{opened}(?!{BLANK}*{closed}){_inside(tags)}{closed}"
+    opening, closing = map(re.escape, marks(tag))
+    pair = rf"{opening}(?!{BLANK}*{closing}){_inside(tags)}{closing}"
     return re.compile(pair, re.DOTALL | re.IGNORECASE)
 
 

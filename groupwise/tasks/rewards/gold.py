@@ -44,14 +44,14 @@ def gold_answers(
         for name in _gold_columns(answer_column)
         if name in columns
     }
-    found: list[tuple[str, ...]] = []
+    forms_of_rows: list[tuple[str, ...]] = []
     for index in range(count):
         try:
             row = {name: values[index] for name, values in entries.items()}
-            found.append(_first_forms(row, columns, answer_column, tag, boxes))
+            forms_of_rows.append(_first_forms(row, columns, answer_column, tag, boxes))
         except ValueError as error:
             raise ValueError(f"completion {index}: {error}") from None
-    return found
+    return forms_of_rows
 
 
 def gold_of_row(
@@ -69,9 +69,9 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
     tagged = last_tagged(text, tag)
     if tagged is not None:
         return tagged
-    divided = at_mark(text)
-    if divided is not None:
-        return divided[1]
+    solution_and_answer = at_mark(text)
+    if solution_and_answer is not None:
+        return solution_and_answer[1]
     inner = last_boxed(text) if boxes else None
     return None if inner is None else inner.strip()
 
@@ -101,9 +101,9 @@ def _first_forms(
         # The accepted forms in the order of the column, each once.
         value: Any = row.get(name)
         plain = value.tolist() if hasattr(value, "tolist") else value
-        listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
-        found = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
-        if forms := tuple(dict.fromkeys(form for form in found if form)):
+        entries = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
+        candidates = [form for entry in entries for form in _forms_of(name, entry, tag, boxes)]
+        if forms := tuple(dict.fromkeys(form for form in candidates if form)):
             return forms
     raise ValueError(_no_gold(columns, answer_column))
 
@@ -140,8 +140,8 @@ def _as_text(name: str, value: Any) -> str:
 
 
 def _no_gold(columns: Collection[str], answer_column: str | None) -> str:
-    there = sorted(set(columns).difference(RESERVED))
-    exists = f"The dataset has: {', '.join(there) or 'none but prompt'}."
+    names = sorted(set(columns).difference(RESERVED))
+    exists = f"The dataset has: {', '.join(names) or 'none but prompt'}."
     if answer_column is None:
         return (
             f"there is no gold answer in {', '.join(GOLD_COLUMNS)}. {exists} "

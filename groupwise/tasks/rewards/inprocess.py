@@ -89,13 +89,13 @@ class LimitedThread:
         while self._given_up is None:
             thread, job = self._thread, Work(call)
             done = asyncio.wrap_future(thread.submit(job))
-            begun = asyncio.wrap_future(job.begun)
-            await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
+            start = asyncio.wrap_future(job.begun)
+            await asyncio.wait({done, start}, return_when=asyncio.FIRST_COMPLETED)
             while not done.done():
-                left = None if limit is None else job.since + limit - time.monotonic()
-                if left is not None and left <= 0:
+                remaining = None if limit is None else job.since + limit - time.monotonic()
+                if remaining is not None and remaining <= 0:
                     break
-                await asyncio.wait({done}, timeout=left)
+                await asyncio.wait({done}, timeout=remaining)
             if done.done() and not done.cancelled():
                 return done.result()
             done.cancel()  # ignore a late result of the thread
@@ -107,7 +107,7 @@ class LimitedThread:
     def _leave_behind(self, running: str, limit: float) -> NoReturn:
         """Abandon the thread. Calls that wait in it are cancelled, and `call` runs them in the new thread."""
         self._thread.close()
-        self._left = [*(each for each in self._left if not each.join(0.0)), self._thread]
+        self._left = [*(thread for thread in self._left if not thread.join(0.0)), self._thread]
         if len(self._left) > self._spare:
             self._given_up = self._too_slow(running, limit)
             raise self._given_up

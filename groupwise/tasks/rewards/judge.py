@@ -114,24 +114,24 @@ class Judge:
         **columns: Any,
     ) -> list[float | None]:
         """A number for each completion; `Failed` if the judge gave no verdict, None if there is no other completion to compare with."""
-        texts = [printable(completion_text(each)) for each in completions]
+        texts = [printable(completion_text(completion)) for completion in completions]
         values: list[float | None] = [None] * len(texts)
         answers: list[str | None] = [None] * len(texts)
         groups: dict[tuple[str, str], list[int]] = {}
         for index, prompt in enumerate(prompts):
             try:
-                rubric = self._rubric_of({name: each[index] for name, each in columns.items()})
+                rubric = self._rubric_of({name: column[index] for name, column in columns.items()})
             except ValueError as problem:
                 values[index] = Failed(f"cannot judge this row: it {problem}")
             else:
                 groups.setdefault((printable(prompt_text(prompt)), rubric), []).append(index)
         async with self._session() as session:
-            judged = [
+            tasks = [
                 _MODES[self.mode](self, session, prompt, rubric, [texts[i] for i in members])
                 for (prompt, rubric), members in groups.items()
             ]
-            for members, found in zip(groups.values(), await asyncio.gather(*judged), strict=True):
-                for index, opinion in zip(members, found, strict=True):
+            for members, opinions in zip(groups.values(), await asyncio.gather(*tasks), strict=True):
+                for index, opinion in zip(members, opinions, strict=True):
                     values[index], answers[index] = opinion.value, opinion.said
         if log_metric is not None:
             for name, count in session.counts.items():
@@ -146,12 +146,12 @@ class Judge:
         """An opinion on each text, asked separately."""
         different = list(dict.fromkeys(texts))
         questions = [self._question(prompt, rubric, [text]) for text in different]
-        verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
-        found = {
+        verdicts = await asyncio.gather(*(session.ask(question) for question in questions))
+        opinions = {
             text: self._opinion(verdict, question.names[0])
             for text, question, verdict in zip(different, questions, verdicts, strict=True)
         }
-        return [found[text] for text in texts]
+        return [opinions[text] for text in texts]
 
     async def group(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
@@ -168,7 +168,7 @@ class Judge:
         """The share of the others that each text beats; a tie counts as half."""
         orders = list(permutations(dict.fromkeys(texts), 2))
         questions = [self._question(prompt, rubric, pair) for pair in orders]
-        verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
+        verdicts = await asyncio.gather(*(session.ask(question) for question in questions))
         firsts = {
             pair: verdict.of(question.names[0])
             for pair, question, verdict in zip(orders, questions, verdicts, strict=True)
@@ -181,8 +181,8 @@ class Judge:
     def _opinion(self, verdict: _Verdict, name: str) -> _Opinion:
         low, high = self.scale
         score = verdict.of(name)
-        placed = score if isinstance(score, Failed) else (score - low) / (high - low)
-        return _Opinion(placed, verdict.said)
+        value = score if isinstance(score, Failed) else (score - low) / (high - low)
+        return _Opinion(value, verdict.said)
 
     def _rubric_of(self, row: Mapping[str, Any]) -> str:
         if self.rubric is not None:
@@ -236,15 +236,15 @@ class _Verdict:
 
 def _won(index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]) -> float | None:
     """The mean score against the other members, each compared twice: shown first and shown second."""
-    own, points = texts[index], list[float]()
-    for place, other in enumerate(texts):
-        if other == own:
-            points += [0.5] if place != index else []
+    text, points = texts[index], list[float]()
+    for position, other in enumerate(texts):
+        if other == text:
+            points += [0.5] if position != index else []
             continue
-        first, second = firsts[own, other], firsts[other, own]
-        for each in (first, second):
-            if isinstance(each, Failed):
-                return each
+        first, second = firsts[text, other], firsts[other, text]
+        for score in (first, second):
+            if isinstance(score, Failed):
+                return score
         points.append((first + 1 - second) / 2)
     return fmean(points) if points else None
 
@@ -278,9 +278,9 @@ class _Session:
                 # Ask once more after a bad answer; for a group, keep the scores already received.
                 text, problem, scores = await self._heard(question, question.messages)
                 if problem:
-                    again = question.again(text, problem)
-                    text, problem, later = await self._heard(question, again)
-                    scores = later or scores
+                    retry = question.again(text, problem)
+                    text, problem, retry_scores = await self._heard(question, retry)
+                    scores = retry_scores or scores
                 failure = (
                     Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
                     if problem
@@ -307,8 +307,8 @@ class _Session:
         )
         self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
         self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
-        text, whole = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
-        if not whole:
+        text, is_complete = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
+        if not is_complete:
             return text, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
         return text, _problem(question, text), _partial(question, text)
 
@@ -372,7 +372,7 @@ class JudgeCache:
                 )
             self._writable = False
 
-    def _file(self, asked: dict[str, Any]) -> Path:
-        text = json.dumps(asked, sort_keys=True)
+    def _file(self, request: dict[str, Any]) -> Path:
+        text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         return self._folder / key[:2] / f"{key}.json"

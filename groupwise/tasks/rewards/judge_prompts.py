@@ -99,10 +99,10 @@ class Question:
 
         Raises Malformed for an answer without a verdict, or with several that differ.
         """
-        verdicts = [each for each in _objects(answer) if each.get("id") == self.mark]
+        verdicts = [item for item in _objects(answer) if item.get("id") == self.mark]
         if not verdicts:
             raise Malformed(f'there is no JSON object with "id": "{self.mark}" in it')
-        if any(each != verdicts[0] for each in verdicts):
+        if any(item != verdicts[0] for item in verdicts):
             raise Malformed("there are several verdicts, and they differ")
         return self._scores(verdicts[0])
 
@@ -122,11 +122,11 @@ class Question:
                 scores = verdict.get("scores")
                 if not isinstance(scores, Mapping):
                     raise Malformed('"scores" has to be an object with a score for each answer')
-                given = cast("Mapping[str, object]", scores)
-                unknown = [name for name in given if name not in self.names]
+                entries = cast("Mapping[str, object]", scores)
+                unknown = [name for name in entries if name not in self.names]
                 if unknown:
                     raise Malformed(f"there is no answer {unknown[0]!r}")
-                return {name: score for name, score in given.items() if self._on_scale(score)}
+                return {name: score for name, score in entries.items() if self._on_scale(score)}
 
     def _on_scale(self, score: object) -> TypeGuard[float]:
         low, high = self.scale
@@ -181,18 +181,18 @@ def prompt_text(prompt: Prompt) -> str:
     """A prompt as one text."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"[{each.get('role')}]\n{each.get('content')}" for each in prompt)
+    return "\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in prompt)
 
 
 def check_template(template: str) -> None:
     """Raise ValueError for a template that lacks a field or has an unknown one."""
     try:
-        found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
         raise ValueError(
             f"template cannot be read: {error}. Write {{{{ and }}}} for braces."
         ) from error
-    missing, unknown = FIELDS - _OPTIONAL - found, found - FIELDS
+    missing, unknown = FIELDS - _OPTIONAL - fields, fields - FIELDS
     if missing or unknown:
         problems = [f"lacks {{{name}}}" for name in sorted(missing)]
         problems += [f"has {{{name}}}, which is no field" for name in sorted(unknown)]
@@ -225,15 +225,15 @@ MOST_BRACES = 200
 
 def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, without nested ones."""
-    found: list[dict[str, Any]] = []
-    begins = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
-    decoder, place = json.JSONDecoder(object_pairs_hook=once_each), begins[0] if begins else -1
-    while place != -1:
+    objects: list[dict[str, Any]] = []
+    starts = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
+    decoder, position = json.JSONDecoder(object_pairs_hook=once_each), starts[0] if starts else -1
+    while position != -1:
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            end = place + 1
+            end = position + 1
         else:
-            found += [value] if isinstance(value, dict) else []
-        place = text.find("{", end)
-    return found
+            objects += [value] if isinstance(value, dict) else []
+        position = text.find("{", end)
+    return objects

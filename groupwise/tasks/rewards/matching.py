@@ -98,8 +98,8 @@ def keyword_match(
 
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
     """Share of the keywords that a text contains, ignoring case; None if there are none."""
-    sought, folded = {word.casefold() for word in keywords}, text.casefold()
-    return sum(word in folded for word in sought) / len(sought) if sought else None
+    folded_keywords, folded_text = {word.casefold() for word in keywords}, text.casefold()
+    return sum(word in folded_text for word in folded_keywords) / len(folded_keywords) if folded_keywords else None
 
 
 def _keywords(value: Any) -> set[str]:
@@ -107,13 +107,13 @@ def _keywords(value: Any) -> set[str]:
     if plain is None:
         return set()
     if isinstance(plain, str):
-        listed: Iterable[Any] = plain.split(",")
+        items: Iterable[Any] = plain.split(",")
     elif isinstance(plain, list | tuple | set):
-        listed = cast("Iterable[Any]", plain)
+        items = cast("Iterable[Any]", plain)
     else:
         raise ValueError(
             f"the column `keywords` holds {type(plain).__name__} {plain!r:.60}; "
             "expected a list, or text with commas between the keywords"
         )
-    words = (str(each).strip() for each in listed if each is not None)
+    words = (str(item).strip() for item in items if item is not None)
     return {word for word in words if word}

@@ -168,29 +168,29 @@ class Token:
 def tokens_of(text: str) -> list[Token]:
     """The tokens of a text. Raises ParseError at a character that is not mathematical."""
     tokens: list[Token] = []
-    place, spaced, depth = 0, False, 0
-    while place < len(text):
-        found = _TOKEN.match(text, place)
-        if found is None:
-            raise ParseError(f"{text[place]!r}")
-        place = found.end()
-        kind = found.lastgroup or ""
-        if found["space"] is not None:
+    position, spaced, depth = 0, False, 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ParseError(f"{text[position]!r}")
+        position = match.end()
+        kind = match.lastgroup or ""
+        if match["space"] is not None:
             spaced = True
             continue
-        piece = found.group()
-        if found["styled"] is not None:
-            kind, piece = "styled", found["inside"]
-        elif found["bold"] is not None:
+        piece = match.group()
+        if match["styled"] is not None:
+            kind, piece = "styled", match["inside"]
+        elif match["bold"] is not None:
             kind, piece = "bold", piece.replace(" ", "")
-        elif found["number"] is not None:
+        elif match["number"] is not None:
             kind = "number"
             if depth and "," in piece and "{" not in piece:  # in brackets a comma separates
                 piece = piece.partition(",")[0]
-                place = found.start() + len(piece)
-        elif found["word"] is not None:
+                position = match.start() + len(piece)
+        elif match["word"] is not None:
             kind = "word"
-        elif found["command"] is not None:
+        elif match["command"] is not None:
             kind = "command"
         else:
             kind = "sign"
@@ -238,7 +238,7 @@ _NUMBER_WORDS = {
 }  # fmt: skip
 
 
-def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
+def parse(text: str, unit_words: frozenset[str] = frozenset()) -> Node:
     """The tree of a text. Raises ParseError if any part is not in the grammar.
 
     `known` are words that are accepted as a unit after a number, in addition to units and plurals
@@ -246,7 +246,7 @@ def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
     """
     if len(text) > LONGEST:
         raise ParseError("longer than an answer is")
-    parser = _Parser(tokens_of(plain_signs(text)), known)
+    parser = _Parser(tokens_of(plain_signs(text)), unit_words)
     try:
         return parser.whole()
     except RecursionError:
@@ -264,9 +264,9 @@ def _at_most_one(node: Node) -> bool:
 class _Parser:
     """Recursive descent over the tokens."""
 
-    def __init__(self, tokens: list[Token], known: frozenset[str]) -> None:
+    def __init__(self, tokens: list[Token], unit_words: frozenset[str]) -> None:
         self._tokens = tokens
-        self._known = known
+        self._known = unit_words
         self._place = 0
         self._depth = 0
         self._bars = 0
@@ -278,9 +278,9 @@ class _Parser:
 
     # Looking ahead and advancing
 
-    def _peek(self, ahead: int = 0) -> Token:
-        place = self._place + ahead
-        return self._tokens[place] if place < len(self._tokens) else Token("end", "", False)
+    def _peek(self, offset: int = 0) -> Token:
+        index = self._place + offset
+        return self._tokens[index] if index < len(self._tokens) else Token("end", "", False)
 
     def _next(self) -> Token:
         token = self._peek()
@@ -305,10 +305,10 @@ class _Parser:
 
     def whole(self) -> Node:
         """Parses all tokens."""
-        found = self._elements()
+        tree = self._elements()
         if self._peek().kind != "end":
             raise ParseError(f"{self._peek().text!r} is left over")
-        return found
+        return tree
 
     def _separator(self) -> str | None:
         """Take `,`, `;`, `or` or `and`, also a comma and a word."""
@@ -361,17 +361,17 @@ class _Parser:
 
     def _worded_name(self) -> Node | None:
         r"""The name in `Area = 5` and `\text{Area of } \triangle ABC = 5`."""
-        token, ahead = self._peek(), 1
+        token, offset = self._peek(), 1
         long = token.kind == "styled" or (token.kind == "word" and len(token.text) > 3)
         if not long or not is_unit(token.text, upright=False):
             return None
         while (
-            self._peek(ahead).text in (r"\triangle", r"\angle") or self._peek(ahead).text.isupper()
+            self._peek(offset).text in (r"\triangle", r"\angle") or self._peek(offset).text.isupper()
         ):
-            ahead += 1
-        if self._peek(ahead).text != "=":
+            offset += 1
+        if self._peek(offset).text != "=":
             return None
-        words = [self._next().text.strip() for _ in range(ahead)]
+        words = [self._next().text.strip() for _ in range(offset)]
         return Node("name", name=" ".join(words))
 
     def _quantity(self) -> Node:
@@ -384,17 +384,17 @@ class _Parser:
         currency = self._next().text if self._is("$", "€", "£", "¥", r"\$") else ""
         if negative and not currency:
             self._place = start
-        found = self._sum()
+        quantity = self._sum()
         if negative:
-            found = Node("*", (number_node(-1), found))
+            quantity = Node("*", (number_node(-1), quantity))
         unit, scale, percent = self._unit(currency)
-        if unit and not can_follow_number(unit, self._known, scale == 1 and _at_most_one(found)):
+        if unit and not can_follow_number(unit, self._known, scale == 1 and _at_most_one(quantity)):
             raise ParseError(f"{unit!r} is no unit")
         if scale != 1:
-            found = Node("*", (found, number_node(scale)))
+            quantity = Node("*", (quantity, number_node(scale)))
         if percent:
-            return Node("percent", (found,))
-        return Node("quantity", (found,), name=unit_of(unit)) if unit else found
+            return Node("percent", (quantity,))
+        return Node("quantity", (quantity,), name=unit_of(unit)) if unit else quantity
 
     def _unit(self, currency: str) -> tuple[str, int, bool]:
         """The parts around a number: its unit, a number word's factor, and whether it is a percentage."""
@@ -405,7 +405,7 @@ class _Parser:
             if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
                 while self._peek().kind in ("word", "styled"):
                     token = self._next()
-                    self._word_of_unit(token.text.strip(), token.kind == "styled", later=True)
+                    self._word_of_unit(token.text.strip(), token.kind == "styled", is_later=True)
             return "", scale, True
         pieces = [currency] if currency else []
         while (piece := self._piece_of_unit(bool(pieces))) is not None:
@@ -431,24 +431,24 @@ class _Parser:
 
     def _take_word(self, *words: str) -> bool:
         token = self._peek()
-        found = token.kind in ("word", "styled") and token.text.strip().casefold() in words
-        self._place += found
-        return found
+        is_match = token.kind in ("word", "styled") and token.text.strip().casefold() in words
+        self._place += is_match
+        return is_match
 
-    def _piece_of_unit(self, later: bool) -> str | None:
+    def _piece_of_unit(self, is_later: bool) -> str | None:
         """One word or sign of a unit; `later`: it is not the first. None at the end of the unit."""
         token = self._peek()
         if token.kind in ("word", "styled"):
             if token.text.strip().casefold() in _SEPARATORS:
                 return None
-            if later and self._take_word("per"):
+            if is_later and self._take_word("per"):
                 return "/"
-            if later and (power := {"squared": "^2", "cubed": "^3"}.get(token.text.strip())):
+            if is_later and (power := {"squared": "^2", "cubed": "^3"}.get(token.text.strip())):
                 self._place += 1
                 return power
             self._place += 1
-            return self._word_of_unit(token.text.strip(), token.kind == "styled", later)
-        if not later:
+            return self._word_of_unit(token.text.strip(), token.kind == "styled", is_later)
+        if not is_later:
             return self._degrees() if self._take("°") else None
         if self._take("/"):
             if self._peek().kind not in ("word", "styled"):
@@ -465,11 +465,11 @@ class _Parser:
             return "celsius" if scale == "C" else "fahrenheit"
         return "degree"
 
-    def _word_of_unit(self, words: str, upright: bool, later: bool) -> str:
+    def _word_of_unit(self, words: str, upright: bool, is_later: bool) -> str:
         inner = plain_signs(words).strip()
-        bare = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
-        of_rate = not upright and len(words) == 1 and (later or self._is("/"))
-        if not is_unit(bare, upright or of_rate, later):
+        plain_words = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
+        of_rate = not upright and len(words) == 1 and (is_later or self._is("/"))
+        if not is_unit(plain_words, upright or of_rate, is_later):
             raise ParseError(f"{words!r} is no unit")
         return inner
 
@@ -506,13 +506,13 @@ class _Parser:
                 terms = [Node(kind, (left, term))]
                 continue
             terms.append(term)
-        found = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+        node = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
         if self._take(r"\over"):  # it and `\choose` divide the whole group
-            found = Node("/", (found, self._sum()))
+            node = Node("/", (node, self._sum()))
         elif self._take(r"\choose"):
-            found = Node("call", (found, self._sum()), name="binom")
+            node = Node("call", (node, self._sum()), name="binom")
         self._depth -= 1
-        return found
+        return node
 
     def _signed_product(self) -> Node:
         if self._take("-"):
@@ -527,19 +527,19 @@ class _Parser:
         return self._product()
 
     def _product(self) -> Node:
-        found = self._factor()
+        node = self._factor()
         while True:
             if self._take(r"\cdot", r"\times", "*"):
-                found = Node("*", (found, self._signed_factor()))
+                node = Node("*", (node, self._signed_factor()))
             elif not self._is_rate() and self._take("/", r"\div"):
-                found = Node("/", (found, self._signed_factor()))
+                node = Node("/", (node, self._signed_factor()))
             elif self._is_times_letter():
                 self._place += 1
-                found = Node("*", (found, self._factor()))
-            elif self._begins_factor(found):
-                found = self._side_by_side(found)
+                node = Node("*", (node, self._factor()))
+            elif self._begins_factor(node):
+                node = self._side_by_side(node)
             else:
-                return found
+                return node
 
     def _signed_factor(self) -> Node:
         if self._take("-"):
@@ -557,9 +557,9 @@ class _Parser:
 
     def _is_times_letter(self) -> bool:
         """True for the letter x between two numbers, as in `2 x 10^3`."""
-        before = self._tokens[self._place - 1] if self._place else Token("end", "", False)
+        previous = self._tokens[self._place - 1] if self._place else Token("end", "", False)
         return (
-            self._peek().text == "x" and before.kind == "number" and self._peek(1).kind == "number"
+            self._peek().text == "x" and previous.kind == "number" and self._peek(1).kind == "number"
         )
 
     def _begins_factor(self, left: Node) -> bool:
@@ -588,32 +588,32 @@ class _Parser:
             return not self._bars
         return token.text == "{"
 
-    def _is_letters(self, token: Token, after: bool) -> bool:
+    def _is_letters(self, token: Token, follows_factor: bool) -> bool:
         """True if a run of letters is a product of letters, not a unit or another word."""
         word = token.text
         if word in FUNCTIONS or word in _PLAIN_WORDS or word in _GREEK_NAMES or word == "sqrt":
             return True
         if word.casefold() in _SEPARATORS:
             return False
-        if after and is_joined_unit(word):
+        if follows_factor and is_joined_unit(word):
             return False
         if (
-            after
+            follows_factor
             and token.spaced
             and self._peek(1).text == "/"
             and is_rate(word, self._peek(2).text)
         ):
             return False
-        if after and token.spaced and len(word) >= 2 and is_unit(word, False):
+        if follows_factor and token.spaced and len(word) >= 2 and is_unit(word, False):
             return False
         return len(word) <= 3
 
     def _side_by_side(self, left: Node) -> Node:
-        before = self._tokens[self._place - 1]
+        previous = self._tokens[self._place - 1]
         token = self._peek()
         right = self._factor()
         if (
-            before.kind == "number"
+            previous.kind == "number"
             and left.kind == "number"
             and token.text == r"\frac"
             and right.kind == "/"
@@ -719,10 +719,10 @@ class _Parser:
             if "." not in mantissa:
                 raise ParseError("a line over a whole number")
             digits = re.findall(r"\d+", repeated)[0]
-            places = len(mantissa.partition(".")[2])
-            value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
+            decimals = len(mantissa.partition(".")[2])
+            value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**decimals)
             return number_node(value)
-        found = number_node(value, "." in mantissa or bool(decimal_comma))
+        node = number_node(value, "." in mantissa or bool(decimal_comma))
         if self._is("_"):
             self._place += 1
             # `_8`, `_{8}` and `_{\text{eight}}`.
@@ -735,18 +735,18 @@ class _Parser:
                 base = number_node(_BASES[token.text.strip()])
             else:
                 base = self._exponent()
-            if found.decimal or base.kind != "number":
+            if node.decimal or base.kind != "number":
                 raise ParseError("a number with an index")
             if base.value == 10:
-                return found
+                return node
             return Node("based", (base,), name=mantissa)
-        return self._mixed_number(found)
+        return self._mixed_number(node)
 
-    def _mixed_number(self, whole: Node) -> Node:
+    def _mixed_number(self, number: Node) -> Node:
         """Parses `1 1/2` as one and a half, and `1 234` as a number with a thousands separator."""
-        tokens = [self._peek(ahead) for ahead in range(3)]
-        if tokens[0].kind != "number" or not tokens[0].spaced or whole.value.denominator != 1:
-            return whole
+        tokens = [self._peek(offset) for offset in range(3)]
+        if tokens[0].kind != "number" or not tokens[0].spaced or number.value.denominator != 1:
+            return number
         if (
             tokens[1].text == "/"
             and tokens[2].kind == "number"
@@ -755,15 +755,15 @@ class _Parser:
             self._place += 3
             if int(tokens[2].text) == 0:
                 raise ParseError("a division by zero")
-            return number_node(whole.value + Fraction(int(tokens[0].text), int(tokens[2].text)))
-        if whole.value >= 1000 or whole.value == 0:
+            return number_node(number.value + Fraction(int(tokens[0].text), int(tokens[2].text)))
+        if number.value >= 1000 or number.value == 0:
             raise ParseError("two numbers side by side")
-        digits = str(whole.value)
+        digits = str(number.value)
         while re.fullmatch(r"\d{3}(?:\.\d+)?", self._peek().text) and self._peek().spaced:
             digits += self._next().text
             if "." in digits:
                 break
-        if self._peek().kind == "number" or digits == str(whole.value):
+        if self._peek().kind == "number" or digits == str(number.value):
             raise ParseError("two numbers side by side")
         return number_node(Fraction(digits), "." in digits)
 
@@ -841,10 +841,10 @@ class _Parser:
             raise ParseError(f"\\{name}")
         return commands[name]()
 
-    def _rounding(self, how: str) -> Node:
+    def _rounding(self, name: str) -> Node:
         inner = self._sum()
-        self._expect(rf"\r{how}")
-        return Node("call", (inner,), name=how)
+        self._expect(rf"\r{name}")
+        return Node("call", (inner,), name=name)
 
     def _angle_brackets(self) -> Node:
         inner = self._elements()
@@ -918,31 +918,31 @@ class _Parser:
             arguments, name = (*arguments, base), "log_"
         if name in ("gcd", "lcm", "min", "max"):
             arguments = tuple(sorted(arguments, key=repr))
-        found = Node("call", arguments, name=name)
-        return found if power is None else Node("^", (found, power))
+        node = Node("call", arguments, name=name)
+        return node if power is None else Node("^", (node, power))
 
     def _product_of_call(self) -> Node:
         """The argument of a function without brackets: juxtaposed factors, up to the next function."""
         self._deeper()
         if self._take("-"):
-            found = Node("*", (number_node(-1), self._factor()))
+            node = Node("*", (number_node(-1), self._factor()))
         else:
-            found = self._factor()
-        while self._begins_factor(found):
+            node = self._factor()
+        while self._begins_factor(node):
             token = self._peek()
             text = token.text.strip().removeprefix("\\")
             if text in FUNCTIONS or token.text == "(":
                 break
-            found = self._side_by_side(found)
+            node = self._side_by_side(node)
         while (
             self._is("/")
             and self._peek(1).kind == "number"
-            and found.kind in ("number", "constant")
+            and node.kind in ("number", "constant")
         ):
             self._place += 1
-            found = Node("/", (found, self._factor()))
+            node = Node("/", (node, self._factor()))
         self._depth -= 1
-        return found
+        return node
 
     # Brackets
 
@@ -954,19 +954,19 @@ class _Parser:
 
     def _bracket_group(self) -> Node:
         self._deeper()
-        opened = self._next().text
+        opening = self._next().text
         bars, self._bars = self._bars, 0
         inner = self._elements()
         self._bars = bars
-        closed = self._next().text
+        closing = self._next().text
         self._depth -= 1
-        if closed not in (")", "]", "["):
-            raise ParseError(f"{closed or 'the end'!r} where a bracket should close")
+        if closing not in (")", "]", "["):
+            raise ParseError(f"{closing or 'the end'!r} where a bracket should close")
         parts = inner.parts if inner.kind == "list" else (inner,)
         if inner.kind == "list" and inner.name != ",":
             raise ParseError("`or` within brackets")
-        ends = {"(": "(", "[": "[", "]": "("}[opened] + {")": ")", "]": "]", "[": ")"}[closed]
-        if opened == "(" and closed == ")":
+        ends = {"(": "(", "[": "[", "]": "("}[opening] + {")": ")", "]": "]", "[": ")"}[closing]
+        if opening == "(" and closing == ")":
             return (
                 Node("tuple", parts)
                 if len(parts) > 1
@@ -975,7 +975,7 @@ class _Parser:
                 else inner
             )
         if len(parts) != 2:
-            if ends == "[]" and opened == "[" and len(parts) == 1:
+            if ends == "[]" and opening == "[" and len(parts) == 1:
                 return inner
             raise ParseError("no interval")
         return Node("interval", parts, name=ends)
@@ -1017,8 +1017,8 @@ class _Parser:
         self._expect(r"\end")
         if self._environment() != kind:
             raise ParseError("another environment's end")
-        found = Node("matrix", tuple(rows))
-        return Node("call", (found,), name="determinant") if kind == "vmatrix" else found
+        matrix = Node("matrix", tuple(rows))
+        return Node("call", (matrix,), name="determinant") if kind == "vmatrix" else matrix
 
     def _environment(self) -> str:
         self._expect("{")

@@ -111,23 +111,23 @@ def _is_scalar(node: Node) -> bool:
 
 
 def _union(parts: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    known = [
+    merged: list[Interval] = []
+    nonempty = [
         part
         for part in parts
         if _order(part[0]) < _order(part[2])
         or (part[1] and part[3] and _order(part[0]) == _order(part[2]))
     ]
-    if len(known) > _MANY:
+    if len(nonempty) > _MANY:
         raise Undecided("many intervals")
-    for part in sorted(known, key=lambda part: (_order(part[0]), not part[1])):
-        if found and _touch(found[-1], part):
-            last = found[-1]
-            farther = max((last, part), key=lambda each: (_order(each[2]), each[3]))
-            found[-1] = (last[0], last[1], farther[2], farther[3])
+    for part in sorted(nonempty, key=lambda part: (_order(part[0]), not part[1])):
+        if merged and _touch(merged[-1], part):
+            previous = merged[-1]
+            farther = max((previous, part), key=lambda interval: (_order(interval[2]), interval[3]))
+            merged[-1] = (previous[0], previous[1], farther[2], farther[3])
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 def _touch(left: Interval, right: Interval) -> bool:
@@ -146,13 +146,13 @@ def _complement(parts: Sequence[Interval]) -> list[Interval]:
 
 
 def _intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    found: list[Interval] = []
+    overlaps: list[Interval] = []
     for one in left:
         for other in right:
             low = max((one[:2], other[:2]), key=lambda end: (_order(end[0]), not end[1]))
             high = min((one[2:], other[2:]), key=lambda end: (_order(end[0]), end[1]))
-            found.append((*low, *high))
-    return _union(found)
+            overlaps.append((*low, *high))
+    return _union(overlaps)
 
 
 def _solve_inequality(node: Node) -> tuple[str, list[Interval]] | None:
@@ -161,18 +161,18 @@ def _solve_inequality(node: Node) -> tuple[str, list[Interval]] | None:
         return None
     if len(node.name) == 1 and (without := _without_bars(node)) is not None:
         return without
-    places = [place for place, part in enumerate(node.parts) if part.kind == "name"]
-    others = [part for part in node.parts if part.kind != "name"]
-    if len(places) != 1 or any(names_in(part) for part in others):
+    name_indices = [index for index, part in enumerate(node.parts) if part.kind == "name"]
+    bounds = [part for part in node.parts if part.kind != "name"]
+    if len(name_indices) != 1 or any(names_in(part) for part in bounds):
         return None
-    name = node.parts[places[0]].name
+    name = node.parts[name_indices[0]].name
     if len(node.name) > 1 and (
-        len(node.name) != 2 or len({each in "<≤" for each in node.name}) != 1
+        len(node.name) != 2 or len({sign in "<≤" for sign in node.name}) != 1
     ):
         return None
     regions: list[list[Interval]] = []
-    for place, sign in enumerate(node.name):
-        left, right = node.parts[place], node.parts[place + 1]
+    for index, sign in enumerate(node.name):
+        left, right = node.parts[index], node.parts[index + 1]
         if left.kind != "name" and right.kind != "name":
             return None
         if left.kind != "name":
@@ -262,8 +262,8 @@ def _meant(node: Node) -> Node:
         # `x = 2 + 3 = 5`: a name and one value, written several times. Raises Undecided if the values differ.
         first, *rest = node.parts
         is_name = first.kind in ("name", "applied")
-        values = [each for each in rest if each.kind != "name"] or rest if is_name else node.parts
-        if any(not expressions_equal(values[0], each) for each in values[1:]):
+        values = [value for value in rest if value.kind != "name"] or rest if is_name else node.parts
+        if any(not expressions_equal(values[0], value) for value in values[1:]):
             raise Undecided("a chain of different values")
         return Node("relation", (first, values[-1]), name="=") if is_name else values[-1]
     if node.kind == "relation" and "≈" in node.name:
@@ -271,7 +271,7 @@ def _meant(node: Node) -> Node:
     if (pairs := _named_places(node)) is not None:
         return Node("list", tuple(_as_relations(pairs)), name="and")
     if node.kind == "set" or (node.kind == "list" and node.name in (",", "or", "and")):
-        parts = [each for part in node.parts for each in _branches(_meant(part))]
+        parts = [branch for part in node.parts for branch in _branches(_meant(part))]
         if node.kind == "set":
             parts = list(dict.fromkeys(parts))
         return Node(node.kind, tuple(parts), name=node.name)
@@ -317,10 +317,10 @@ def _approximate(node: Node) -> Node:
         )
     if node.name != "≈":
         raise Undecided("an approximation in a chain")
-    exact, near = node.parts
+    exact, decimal = node.parts
     if exact.kind == "name":
-        return Node("relation", (exact, near), name="=")
-    left, right = _order(exact), _order(near)
+        return Node("relation", (exact, decimal), name="=")
+    left, right = _order(exact), _order(decimal)
     if abs(left - right) > abs(left) / 20:
         raise Undecided("an approximation that is none")
     return exact
@@ -373,12 +373,12 @@ Verdict: TypeAlias = bool | None
 
 
 def _by_name(gold: Node, answer: Node) -> Verdict:
-    gold_value, given = _named_value(gold), _named_value(answer)
-    if not gold_value or not given:
+    gold_value, answer_value = _named_value(gold), _named_value(answer)
+    if not gold_value or not answer_value:
         return None
-    if gold_value[0] != given[0]:
+    if gold_value[0] != answer_value[0]:
         return gold.name == answer.name == "=" and _same_equations(gold, answer)
-    return _matches(_meant(gold_value[1]), _meant(given[1]))
+    return _matches(_meant(gold_value[1]), _meant(answer_value[1]))
 
 
 def _by_relation(gold: Node, answer: Node) -> Verdict:
@@ -450,8 +450,8 @@ def _by_ratio(gold: Node, answer: Node) -> Verdict:
         Node("/", node.parts) if node.kind == "ratio" and len(node.parts) == 2 else node
         for node in (gold, answer)
     )
-    beside = gold.kind != answer.kind and "ratio" in (gold.kind, answer.kind)
-    return _by_value(one, other) if beside else None
+    is_mixed = gold.kind != answer.kind and "ratio" in (gold.kind, answer.kind)
+    return _by_value(one, other) if is_mixed else None
 
 
 def _by_place(gold: Node, answer: Node) -> Verdict:
@@ -535,16 +535,16 @@ def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     """True if each has an equal on the other side, each used once."""
     if len(golds) != len(answers) or len(golds) > _MANY:
         return False
-    left = list(answers)
+    remaining = list(answers)
     for gold in golds:
-        same_kind = ((gold.kind == "set") == (each.kind == "set") for each in left)
-        found = next(
-            (place for place, kind in enumerate(same_kind) if kind and _matches(gold, left[place])),
+        same_kind = ((gold.kind == "set") == (part.kind == "set") for part in remaining)
+        index = next(
+            (position for position, kind in enumerate(same_kind) if kind and _matches(gold, remaining[position])),
             None,
         )
-        if found is None:
+        if index is None:
             return False
-        del left[found]
+        del remaining[index]
     return True
 
 
@@ -560,10 +560,10 @@ def _of_relations(node: Node) -> bool:
 
 
 def _same_relations(gold: Node, answer: Node) -> bool:
-    known = _region_of_relations(gold)
-    given = _region_of_relations(answer) if known is not None else None
-    if known is not None and given is not None:
-        (one, left), (other, right) = known, given
+    gold_region = _region_of_relations(gold)
+    answer_region = _region_of_relations(answer) if gold_region is not None else None
+    if gold_region is not None and answer_region is not None:
+        (one, left), (other, right) = gold_region, answer_region
         return (one == other or "" in (one, other)) and _same_intervals(left, right)
     if _of_relations(gold) or _of_relations(answer):
         return _same_systems(gold, answer)
@@ -575,11 +575,11 @@ def _same_relations(gold: Node, answer: Node) -> bool:
     if len(gold.name) != len(answer.name):
         return False
     if len(gold.name) > 1:
-        turned = Node(
+        flipped = Node(
             "relation", answer.parts[::-1], name="".join(map(_flip_relation, answer.name[::-1]))
         )
         return any(
-            gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
+            gold.name == candidate.name and _each(gold.parts, candidate.parts) for candidate in (answer, flipped)
         )
     if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
         return gold.name == answer.name and _each(gold.parts, answer.parts)
@@ -599,14 +599,14 @@ def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
     if node.kind == "list" and node.parts and node.name in ("or", "and"):
         if len(node.parts) > _MANY:
             raise Undecided("many conditions")
-        solved = [_region_of_relations(part) for part in node.parts]
-        if any(part is None or part[0] != solved[0][0] for part in solved):  # type: ignore[index]
+        named_regions = [_region_of_relations(part) for part in node.parts]
+        if any(part is None or part[0] != named_regions[0][0] for part in named_regions):  # type: ignore[index]
             return None
-        regions = [part[1] for part in solved if part is not None]
+        regions = [part[1] for part in named_regions if part is not None]
         region = regions[0]
         for other in regions[1:]:
             region = _union(region + other) if node.name == "or" else _intersection(region, other)
-        return solved[0][0], region  # type: ignore[index]
+        return named_regions[0][0], region  # type: ignore[index]
     region = intervals_of(node)
     return None if region is None else ("", region)
 
@@ -620,23 +620,23 @@ def _same_systems(gold: Node, answer: Node) -> bool:
             and (gold.name == "or") == (answer.name == "or")
             and _in_any_order(gold.parts, answer.parts)
         )
-    names, given = [sorted({name for name, _ in each if name}) for each in (one, other)]
-    if len(names) > 1 and (gold.name == "or") != (answer.name == "or"):
+    gold_names, answer_names = [sorted({name for name, _ in assignments if name}) for assignments in (one, other)]
+    if len(gold_names) > 1 and (gold.name == "or") != (answer.name == "or"):
         return False
-    if names and given:
-        if names != given:
+    if gold_names and answer_names:
+        if gold_names != answer_names:
             return False
         return _in_any_order(_as_relations(one), _as_relations(other))
-    known = names or given
+    names = gold_names or answer_names
     if (
-        len({name.partition("_")[0] for name in known}) == 1
+        len({name.partition("_")[0] for name in names}) == 1
     ):  # `x = 1, x = 2` and `x_1 = 1, x_2 = 2`
         return _in_any_order([node for _, node in one], [node for _, node in other])
-    pair = answer if names else gold
-    by_name = dict(one if names else other)
-    if pair.kind not in ("tuple", "list") or not len(by_name) == len(pair.parts) == len(known):
+    pair = answer if gold_names else gold
+    by_name = dict(one if gold_names else other)
+    if pair.kind not in ("tuple", "list") or not len(by_name) == len(pair.parts) == len(names):
         return False
-    in_order = _ORDERED[: len(known)] if set(known) == set(_ORDERED[: len(known)]) else known
+    in_order = _ORDERED[: len(names)] if set(names) == set(_ORDERED[: len(names)]) else names
     return _each([by_name[name] for name in in_order], pair.parts)
 
 
@@ -648,18 +648,18 @@ def _assignments(node: Node) -> list[tuple[str, Node]] | None:
     """A name and a value for each part; an empty name for a bare value; None if a part is neither."""
     if node.kind != "list":
         return [("", node)]
-    found: list[tuple[str, Node]] = []
+    assignments: list[tuple[str, Node]] = []
     for part in node.parts:
         assignment = _named_value(part)
         if assignment is None and part.kind == "relation":
             return None
-        found.append(assignment or ("", part))
-    kinds = {bool(name) for name, _ in found}
+        assignments.append(assignment or ("", part))
+    kinds = {bool(name) for name, _ in assignments}
     if kinds == {True, False}:  # `x = 1, 2`: the name is written once
-        if found[0][0] and not any(name for name, _ in found[1:]):
-            return [(found[0][0], value) for _, value in found]
+        if assignments[0][0] and not any(name for name, _ in assignments[1:]):
+            return [(assignments[0][0], value) for _, value in assignments]
         return None
-    return found
+    return assignments
 
 
 def _difference(node: Node) -> Node:

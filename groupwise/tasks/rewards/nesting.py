@@ -27,25 +27,25 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
 
     def reward(*arguments: Any, **keywords: Any) -> Any:
         bound = signature.bind_partial(*arguments).arguments
-        given = {**bound, **keywords}
-        shape = _shape(given.get("prompts"), given.get("completions"))
+        named_arguments = {**bound, **keywords}
+        shape = _shape(named_arguments.get("prompts"), named_arguments.get("completions"))
         if shape is None:
             return function(*arguments, **keywords)
-        answer = function(**{name: shape.flat(name, value) for name, value in given.items()})
+        answer = function(**{name: shape.flat(name, value) for name, value in named_arguments.items()})
         return _later(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
 
     return standing_for(function, reward, name)
 
 
-def standing_for(function: RewardCallable, around: RewardCallable, name: str) -> RewardCallable:
+def standing_for(function: RewardCallable, wrapper: RewardCallable, name: str) -> RewardCallable:
     """`around`, a wrapper of the function, with the function's signature, its attributes that a rubric reads, and the name `name`."""
-    functools.update_wrapper(around, function, updated=())
-    around.__name__ = around.__qualname__ = name
-    setattr(around, STANDS_FOR, function)
-    for kept in ("stateful", "check_row"):
-        if hasattr(function, kept):
-            setattr(around, kept, getattr(function, kept))
-    return around
+    functools.update_wrapper(wrapper, function, updated=())
+    wrapper.__name__ = wrapper.__qualname__ = name
+    setattr(wrapper, STANDS_FOR, function)
+    for attribute in ("stateful", "check_row"):
+        if hasattr(function, attribute):
+            setattr(wrapper, attribute, getattr(function, attribute))
+    return wrapper
 
 
 def stood_for(function: Any) -> Any:

@@ -73,12 +73,12 @@ class RubricOverlap:
         gold_of_row(row, self.answer_column)
 
     def _rubric_in(self, columns: Mapping[str, Any]) -> str:
-        sought = RUBRIC_COLUMNS if self.rubric_column is None else (self.rubric_column,)
-        for name in sought:
+        candidates = RUBRIC_COLUMNS if self.rubric_column is None else (self.rubric_column,)
+        for name in candidates:
             if name in columns:
                 return name
         raise ValueError(
-            f"there is no rubric: looked for the column {' or '.join(sought)}. "
+            f"there is no rubric: looked for the column {' or '.join(candidates)}. "
             f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}. Name it in rubric_column"
         )
 
@@ -96,9 +96,9 @@ class RubricOverlap:
                 likeness_of_own(answer_words, model, prompt_words) for model in models
             )
         run = COPIED_RUN if self.copied_run is None else self.copied_run
-        own = set(own_words(answer_words, prompt_words, run))
+        new_words = set(own_words(answer_words, prompt_words, run))
         likeness = max(similarity(answer_words, model) for model in models)
-        return self.rubric_points * overlap(own, vocabulary) + self.reference_points * likeness
+        return self.rubric_points * overlap(new_words, vocabulary) + self.reference_points * likeness
 
 
 def words(text: str) -> list[str]:
@@ -109,8 +109,8 @@ def words(text: str) -> list[str]:
 def overlap(answer_words: set[str], vocabulary: Sequence[str]) -> float:
     """Σ 1/count over the words of the vocabulary that occur in the answer / Σ 1/count over all of them."""
     counts = Counter(vocabulary)
-    found = sum(1 / count for word, count in counts.items() if word in answer_words)
-    return found / sum(1 / count for count in counts.values())
+    covered = sum(1 / count for word, count in counts.items() if word in answer_words)
+    return covered / sum(1 / count for count in counts.values())
 
 
 def similarity(one: Sequence[str], other: Sequence[str]) -> float:
@@ -124,12 +124,12 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
 def stands_in(rubric: Any, prompt: Prompt) -> bool:
     """True if a prompt contains a rubric literally: each of its lines or, for a list, some line of each criterion."""
     prompt_text = f" {' '.join(words(_text(prompt)))} "
-    listed = isinstance(rubric, list | tuple)
-    criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
-    lines = [[words(line) for line in _text(each).splitlines()] for each in criteria]
-    phrases = [[" ".join(line) for line in each if line] for each in lines]
+    is_list = isinstance(rubric, list | tuple)
+    criteria = cast("Sequence[Any]", rubric) if is_list else _text(rubric).splitlines()
+    lines = [[words(line) for line in _text(criterion).splitlines()] for criterion in criteria]
+    phrases = [[" ".join(line) for line in criterion_lines if line] for criterion_lines in lines]
     return any(phrases) and all(
-        any(f" {line} " in prompt_text for line in each) for each in phrases if each
+        any(f" {line} " in prompt_text for line in criterion_phrases) for criterion_phrases in phrases if criterion_phrases
     )
 
 
@@ -137,22 +137,22 @@ def likeness_of_own(
     answer_words: Sequence[str], model: Sequence[str], prompt: Sequence[str]
 ) -> float:
     """Similarity of the words that are not in the prompt; if the reference has none of its own, only the reference itself is similar."""
-    own = own_words(model, prompt, 1)
-    if not own:
+    model_words = own_words(model, prompt, 1)
+    if not model_words:
         return float(answer_words == model)
-    return similarity(own_words(answer_words, prompt, 1), own)
+    return similarity(own_words(answer_words, prompt, 1), model_words)
 
 
 def own_words(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
     """The words without runs of `run` or more that also occur in the prompt; all of them if `run` is 0."""
     if run == 0:
         return list(answer_words)
-    there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}
+    prompt_runs = {tuple(prompt[index : index + run]) for index in range(len(prompt) - run + 1)}
     copied: set[int] = set()
-    for at in range(len(answer_words) - run + 1):
-        if tuple(answer_words[at : at + run]) in there:
-            copied.update(range(at, at + run))
-    return [word for at, word in enumerate(answer_words) if at not in copied]
+    for index in range(len(answer_words) - run + 1):
+        if tuple(answer_words[index : index + run]) in prompt_runs:
+            copied.update(range(index, index + run))
+    return [word for index, word in enumerate(answer_words) if index not in copied]
 
 
 def _text(value: Any) -> str:
@@ -160,7 +160,7 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return "\n".join(_text(each) for each in cast("Mapping[str, Any]", value).values())
+        return "\n".join(_text(item) for item in cast("Mapping[str, Any]", value).values())
     if isinstance(value, list | tuple):
-        return "\n".join(_text(each) for each in cast("Sequence[Any]", value))
+        return "\n".join(_text(item) for item in cast("Sequence[Any]", value))
     return ""

@@ -127,12 +127,12 @@ class WorkerPool:
         `repeat_limit` is the limit of pieces that the worker reports as repeated; None means the same limit. Raises the kind's
         error if no worker can be started, or one reports that it cannot work.
         """
-        ended = await asyncio.wrap_future(
+        outcome = await asyncio.wrap_future(
             self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
         )
-        if isinstance(ended, Answered) and "error" in ended.message:
-            raise self._kind.error(f"{_a(self._kind)} reports: {ended.message['error']}")
-        return ended
+        if isinstance(outcome, Answered) and "error" in outcome.message:
+            raise self._kind.error(f"{_a(self._kind)} reports: {outcome.message['error']}")
+        return outcome
 
     async def close(self) -> None:
         """Kill the workers and all that they started, and wait until they are reaped."""
@@ -200,15 +200,15 @@ class _Slot:
             self._discard()
         process = self._process or self._start()
         self._calls += 1
-        ended = process.ask(self._calls, job)
-        if isinstance(ended, Answered):
-            return ended
+        outcome = process.ask(self._calls, job)
+        if isinstance(outcome, Answered):
+            return outcome
         if self._stopped:
-            ended = Died(f"the {self._kind.name}s were closed during the call")
+            outcome = Died(f"the {self._kind.name}s were closed during the call")
         else:
-            logger.warning("%s %d: %s", self._kind.name, self._index, ended.reason)
+            logger.warning("%s %d: %s", self._kind.name, self._index, outcome.reason)
         self._discard()
-        return ended
+        return outcome
 
     def end(self) -> None:
         """Kill the process."""
@@ -225,11 +225,11 @@ class _Slot:
         if self._broken is not None:
             raise self._broken
         try:
-            how = ""
+            reason = ""
             for _ in range(START_ATTEMPTS):
                 process = self._spawn()
-                ended = process.begin(self._setup, self._start_limit)
-                match ended:
+                outcome = process.begin(self._setup, self._start_limit)
+                match outcome:
                     case Answered({"start_failed": message}):
                         raise self._kind.error(f"{_a(self._kind)} cannot start: {message}")
                     case Answered():
@@ -240,11 +240,11 @@ class _Slot:
                             f"{_a(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
                             f"does when it is imported.{process.last_words()}"
                         )
-                    case Died(how):
+                    case Died(reason):
                         self._discard()
-                        how += process.last_words()
+                        reason += process.last_words()
             raise self._kind.error(
-                f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {how}"
+                f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {reason}"
             )
         except self._kind.error as error:
             self._broken = error
@@ -277,9 +277,9 @@ class _Process:
         self._mark = secrets.token_hex(8)
         self._running: str | None = None
         self._buffer = FrameBuffer()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
+        self._socket, worker_end = socket.socketpair()
+        with worker_end:
+            number = worker_end.fileno()
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -364,10 +364,10 @@ class _Process:
                 time.sleep(0.005)
             by_itself = self.has_ended
             self.end()
-            how = (
+            reason = (
                 how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
             )
-            return Died(f"the {self._kind.name} ended during the call ({how}){self._while()}")
+            return Died(f"the {self._kind.name} ended during the call ({reason}){self._while()}")
         except ValueError as error:
             return Died(f"the {self._kind.name} sent no readable answer ({error}){self._while()}")
 
@@ -377,16 +377,16 @@ class _Process:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
-            patience = min(remaining, _LOOK_EVERY)
+            timeout = min(remaining, _LOOK_EVERY)
             # Checked before reading, so everything that the process sent before it ended is still read. Waiting for the end
             # of the stream is not enough, because children that the worker forked keep the socket open.
-            ended = self.has_ended
-            self._socket.settimeout(patience)
+            has_ended = self.has_ended
+            self._socket.settimeout(timeout)
             try:
                 piece = self._socket.recv(1 << 16)
             except TimeoutError:
                 piece = None
-            if piece == b"" or (piece is None and ended):
+            if piece == b"" or (piece is None and has_ended):
                 raise EOFError
             self._buffer.add(piece or b"")
         return json.loads(frame)

@@ -108,18 +108,18 @@ def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) 
     lines = iter(answer.split("\n"))  # each block consumes its own lines
     blocks = [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
-        for whole in (True, False):
-            found = [each.code for each in blocks if each.label in labels and each.whole is whole]
-            if found:
-                defining = [each for each in found if _defines(each, names)]
-                return (defining or found)[-1]
+        for closed in (True, False):
+            codes = [block.code for block in blocks if block.label in labels and block.whole is closed]
+            if codes:
+                defining = [code for code in codes if _defines(code, names)]
+                return (defining or codes)[-1]
     return answer
 
 
 def _defines(code: str, names: Collection[str]) -> bool:
-    some = "|".join(map(re.escape, names))
+    alternatives = "|".join(map(re.escape, names))
     return bool(names) and bool(
-        re.search(rf"(?m)^[ \t]*+(?:async[ \t]+def|def|class)[ \t]+(?:{some})\b", code)
+        re.search(rf"(?m)^[ \t]*+(?:async[ \t]+def|def|class)[ \t]+(?:{alternatives})\b", code)
     )
 
 
@@ -139,14 +139,14 @@ def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
     code: list[str] = []
     quotes = dict.fromkeys(_LONG_STRINGS, 0)
     for line in lines:
-        bare = line.rstrip()
-        content = bare.rstrip(fence[0])
-        in_a_string = any((n + content.count(each)) % 2 for each, n in quotes.items())
-        if bare.endswith(fence) and (not content.strip() or not in_a_string):
+        stripped = line.rstrip()
+        content = stripped.rstrip(fence[0])
+        in_a_string = any((n + content.count(quote)) % 2 for quote, n in quotes.items())
+        if stripped.endswith(fence) and (not content.strip() or not in_a_string):
             code += [content, ""] if content.strip() else [""]
             return _Block(label, _dedent(code, len(opening["before"])), whole=True)
         code.append(line)
-        quotes = {each: n + line.count(each) for each, n in quotes.items()}
+        quotes = {quote: n + line.count(quote) for quote, n in quotes.items()}
     return _Block(label, _dedent(code, len(opening["before"])), whole=False)
 
 
@@ -185,10 +185,10 @@ def _same_line(printed: str, expected: str) -> bool:
     """
     if printed.rstrip() == expected.rstrip():
         return True
-    both = printed.split(), expected.split()
-    if len(both[0]) != len(both[1]) or not all(map(_NUMBER.fullmatch, both[1] + both[0])):
+    fields = printed.split(), expected.split()
+    if len(fields[0]) != len(fields[1]) or not all(map(_NUMBER.fullmatch, fields[1] + fields[0])):
         return False
-    return [*map(Decimal, both[0])] == [*map(Decimal, both[1])]
+    return [*map(Decimal, fields[0])] == [*map(Decimal, fields[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +235,13 @@ class RowTests:
                 of_program=programs,
                 common_imports=name == "public_test_cases" or _of_live_code_bench(cases),
             )
-        listed: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
-        if not all(isinstance(each, str) and each.strip() for each in listed):
+        test_list: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
+        if not all(isinstance(test, str) and test.strip() for test in test_list):
             raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
         if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
         prepared = _preparation(row) if name == "test_list" else []
-        texts = tests if isinstance(tests, str) else (*prepared, *listed)
+        texts = tests if isinstance(tests, str) else (*prepared, *test_list)
         return cls(of_functions=texts, entry_point=entry)
 
     @classmethod
@@ -250,17 +250,17 @@ class RowTests:
         name = _without_class(name)
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"has the fn_name {name!r:.80}; expected the name of a function")
-        if strange := [given for given, _ in calls if not isinstance(given, list)]:
+        if unlisted := [arguments for arguments, _ in calls if not isinstance(arguments, list)]:
             raise ValueError(
-                f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
+                f"has inputs of {name} such as {unlisted[0]!r:.80}; expected a list of arguments for each call"
             )
         boxed = all(  # each result is a list of one, which may be meant without the list
             isinstance(right[-1], list) and len(cast("list[Any]", right[-1])) == 1
             for _, right in calls
         )
         texts = [
-            _call_test(name, given, [*right, right[-1][0]] if boxed else right)
-            for given, right in calls
+            _call_test(name, arguments, [*right, right[-1][0]] if boxed else right)
+            for arguments, right in calls
         ]
         return cls(of_functions=tuple(texts), entry_point=name, common_imports=True)
 
@@ -286,11 +286,11 @@ class RowTests:
             raise ValueError(f"has tests that cannot be run: {broken}") from broken
 
 
-def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
+def _call_test(name: str, inputs: Any, right: Sequence[Any]) -> str:
     """The code of one test. A returned tuple equals a list, because JSON has only lists; any value in `right` is accepted."""
     try:
         arguments, results = (
-            repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, right)
+            repr(json.loads(json.dumps(value, allow_nan=False))) for value in (inputs, right)
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"has values for {name} that are no JSON: {error}") from error
@@ -303,43 +303,43 @@ def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
 def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
     """The column with the tests, and its value."""
     names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
-    given = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
-    for name, value in given.items():
+    by_column = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
+    for name, value in by_column.items():
         if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
-            given[name] = _unpack_private_cases(value)
-    truths = [(name, given.pop(name)) for name in ("ground_truth", "reward_model") if name in given]
-    ours = {name: given[name] for name in ("tests", "test_cases") if name in given}
-    given = ours or _together(given)
-    given = given or dict([pair for name, each in truths for pair in _in_truth(name, each)][:1])
-    if len(given) > 1:
-        first, second, *_ = given
+            by_column[name] = _unpack_private_cases(value)
+    truths = [(name, by_column.pop(name)) for name in ("ground_truth", "reward_model") if name in by_column]
+    preferred = {name: by_column[name] for name in ("tests", "test_cases") if name in by_column}
+    by_column = preferred or _together(by_column)
+    by_column = by_column or dict([pair for name, value in truths for pair in _in_truth(name, value)][:1])
+    if len(by_column) > 1:
+        first, second, *_ = by_column
         raise ValueError(
             f"has both `{first}` and `{second}`; leave one empty, or give one alone as `tests` or `test_cases`"
         )
-    if not given:
+    if not by_column:
         raise ValueError(
             "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`. Those of "
             f"other data sets may stand in {', '.join(name for name in names if name not in ('tests', 'test_cases'))}"
         )
-    ((name, value),) = given.items()
+    ((name, value),) = by_column.items()
     if name == "official_tests":
-        for column, (refused, why) in NOT_READ.items():
-            if (found := row.get(column)) and refused in (None, found):
-                raise ValueError(f"has `{column}` {found!r:.40}, and {why}")
+        for column, (refused_value, why) in NOT_READ.items():
+            if (cell := row.get(column)) and refused_value in (None, cell):
+                raise ValueError(f"has `{column}` {cell!r:.40}, and {why}")
     return name, value
 
 
-def _together(given: Mapping[str, Any]) -> dict[str, Any]:
+def _together(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Public and private cases combined as one column."""
-    found = dict(given)
+    merged = dict(columns)
     for public, private in (
         ("public_test_cases", "private_test_cases"),
         ("public_tests", "private_tests"),
     ):
-        parts = [found.pop(each) for each in (public, private) if each in found]
-        if both := [case for part in parts for case in _case_list(part)]:
-            found[public] = both
-    return found
+        parts = [merged.pop(column) for column in (public, private) if column in merged]
+        if cases := [case for part in parts for case in _case_list(part)]:
+            merged[public] = cases
+    return merged
 
 
 def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -363,13 +363,13 @@ def _case_list(cases: Any) -> list[Any]:
 def _are_cases(value: Any) -> bool:
     """True if a column for asserts holds cases, as in DeepCoder."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
-    return all(isinstance(each, Mapping) for each in entries)
+    return all(isinstance(entry, Mapping) for entry in entries)
 
 
 def _are_asserts(value: Any) -> bool:
     """True if a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
-    return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
+    return all(isinstance(entry, str) for entry in entries) and any(map(_ASSERT.search, entries))
 
 
 _ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
@@ -386,11 +386,11 @@ def _is_one_case(value: Any) -> bool:
 
 def _preparation(row: Mapping[str, Any]) -> list[str]:
     """The code that MBPP's tests start with."""
-    found: list[Any] = [
+    values: list[Any] = [
         _parse_nested_json(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
     ]
     lines: list[Any] = [
-        line for each in found for line in ([each] if isinstance(each, str) else each)
+        line for value in values for line in ([value] if isinstance(value, str) else value)
     ]
     return [str(line) for line in lines if str(line).strip()]
 
@@ -422,14 +422,14 @@ def _parse_nested_json(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [
-            _parse_nested_json(each) if hasattr(each, "tolist") else each
-            for each in cast("list[Any]", value)
+            _parse_nested_json(item) if hasattr(item, "tolist") else item
+            for item in cast("list[Any]", value)
         ]
     if isinstance(value, Mapping):
         table = cast("Mapping[Any, Any]", value)
         return {
-            key: _parse_nested_json(each) if hasattr(each, "tolist") else each
-            for key, each in table.items()
+            key: _parse_nested_json(item) if hasattr(item, "tolist") else item
+            for key, item in table.items()
         }
     if not isinstance(value, str):
         return value
@@ -508,7 +508,7 @@ def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Ca
     if partial := [case for case in cases if not {"input", "output"} <= case.keys()]:
         raise ValueError(f"has a test case {partial[0]!r:.80}; expected `input` and `output`")
     calls = [
-        _call(case["input"], case["output"], listed=_kind(case) != "functional") for case in cases
+        _call(case["input"], case["output"], accept_list=_kind(case) != "functional") for case in cases
     ]
     return names.pop(), calls
 
@@ -517,29 +517,29 @@ def _name_in(case: Mapping[str, Any]) -> Any:
     return case.get("fn_name") or _function_named(_parse_nested_json(case.get("metadata")))
 
 
-def _call(given: Any, expected: Any, *, listed: bool = False) -> _Call:
+def _call(inputs: Any, expected: Any, *, accept_list: bool = False) -> _Call:
     """A call. Its arguments are a list, or text with the JSON of one argument in each line; a number is a single argument.
 
     `listed`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
     text itself.
     """
-    if isinstance(given, str):
-        arguments = _arguments(given)
-        if listed and len(arguments) == 1 and isinstance(arguments[0], list):
+    if isinstance(inputs, str):
+        arguments = _arguments(inputs)
+        if accept_list and len(arguments) == 1 and isinstance(arguments[0], list):
             arguments = cast("list[Any]", arguments[0])
         return arguments, [_result(expected)]
-    right = [expected, _result(expected)] if listed and isinstance(expected, str) else [expected]
-    return ([given] if isinstance(given, int | float) else given), right
+    right = [expected, _result(expected)] if accept_list and isinstance(expected, str) else [expected]
+    return ([inputs] if isinstance(inputs, int | float) else inputs), right
 
 
-def _arguments(given: str) -> list[Any]:
+def _arguments(text: str) -> list[Any]:
     with suppress(ValueError):
-        return [json.loads(given)]  # one JSON value may take several lines
+        return [json.loads(text)]  # one JSON value may take several lines
     try:
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise ValueError(
-            f"has the input {given!r:.80}, whose lines are no JSON: {error}"
+            f"has the input {text!r:.80}, whose lines are no JSON: {error}"
         ) from error
 
 
@@ -560,21 +560,21 @@ def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
     if isinstance(value, Mapping):
         pairs = _pairs(cast("Mapping[str, Any]", value))
         value = [{"input": given, "output": expected} for given, expected in pairs]
-    return [_case(each, numbers=numbers) for each in value]
+    return [_case(case, numbers=numbers) for case in value]
 
 
 def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    given, expected = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
+    inputs, outputs = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
     if unknown := [key for key in table if key not in _OF_A_TABLE]:
         raise ValueError(
             f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
         )
-    if not (isinstance(given, list) and isinstance(expected, list)):
+    if not (isinstance(inputs, list) and isinstance(outputs, list)):
         raise ValueError(_NO_TABLE)
-    listed = cast("list[Any]", given), cast("list[Any]", expected)
-    if not len(listed[0]) == len(listed[1]) > 0:
+    columns = cast("list[Any]", inputs), cast("list[Any]", outputs)
+    if not len(columns[0]) == len(columns[1]) > 0:
         raise ValueError(_NO_TABLE)
-    return list(zip(*listed, strict=True))
+    return list(zip(*columns, strict=True))
 
 
 _OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
@@ -635,18 +635,18 @@ async def verdict(
     Raises SandboxError if no sandbox has the required protections, ValueError for tests that cannot be run.
     """
     if tests.of_program:
-        passed, why, left = 0, None, limits.seconds
+        passed, why, remaining = 0, None, limits.seconds
         cases, common_imports = tests.of_program, _common_imports(code, tests)
         for number, case in enumerate(cases):
-            if left <= 0:
+            if remaining <= 0:
                 break
             output = max(limits.output, 2 * len(case.output) + 1024)
-            allowed = replace(limits, seconds=left, output=output)
+            allowed = replace(limits, seconds=remaining, output=output)
             stdin = case.input.encode()
             result = await run(
                 code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
             )
-            left -= result.seconds
+            remaining -= result.seconds
             if case.passes(result):
                 passed += 1
             elif why is None:
@@ -690,38 +690,38 @@ async def _of_functions(
     except _BrokeOff as broke_off:
         if not broke_off.so_far.of:  # the tests had not started
             raise ValueError(str(broke_off)) from broke_off
-        found = broke_off.so_far
+        partial_verdict = broke_off.so_far
     names = Plan.of(tests.of_functions, tests.entry_point).names
     harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
     try:
         await _run_tests(harmless, tests, limits, require)
     except _BrokeOff as broke_off:
         raise ValueError(str(broke_off)) from broke_off
-    return found
+    return partial_verdict
 
 
 async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
     """One sandbox for the code and one for the tests, connected by a socket; verdicts arrive on a second one."""
-    theirs, line = socket.socketpair()
-    ours, verdicts = socket.socketpair()
-    patient = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
-    given = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
+    solution_end, judge_end = socket.socketpair()
+    receiver, verdicts = socket.socketpair()
+    box_limits = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
+    test_source = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
     serving = _program(
         "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
     )
-    judging = _program("boxed_tests:judge", tests=given, entry_point=tests.entry_point)
-    solution = Box(serving, limits=patient, channels=[theirs], require=require)
-    judge = Box(judging, limits=patient, channels=[line, verdicts], require=require)
-    with ours, theirs, line, verdicts:
+    judging = _program("boxed_tests:judge", tests=test_source, entry_point=tests.entry_point)
+    solution = Box(serving, limits=box_limits, channels=[solution_end], require=require)
+    judge = Box(judging, limits=box_limits, channels=[judge_end, verdicts], require=require)
+    with receiver, solution_end, judge_end, verdicts:
         async with solution, judge:
-            for end in (theirs, line, verdicts):
+            for end in (solution_end, judge_end, verdicts):
                 end.close()
             await solution.wait_until_running()
             await judge.wait_until_running()
-            docket = _Docket(ours)
+            docket = _Docket(receiver)
             if not await docket.fill(limits.seconds):
-                ended = await judge.result()
-                why = f"The box of the tests ended before them: {_describe_result(ended)}"
+                result = await judge.result()
+                why = f"The box of the tests ended before them: {_describe_result(result)}"
                 raise _BrokeOff(why, docket.verdict())
             return docket.verdict()
 
@@ -835,15 +835,15 @@ class PythonTests:
             raise ValueError(
                 f"runs code in a sandbox, which cannot be had here: {problem}"
             ) from problem
-        by = ", ".join(f"{name} ({' and '.join(how)})" for name, how in protections.items() if how)
+        description = ", ".join(f"{name} ({' and '.join(mechanisms)})" for name, mechanisms in protections.items() if mechanisms)
         lacking = missing(protections)
         if unmet := [name for name in self.require if name in lacking]:
             raise ValueError(
                 f"does not run code without {', '.join(unmet)} in its sandbox ({'; '.join(PROTECTIONS[name] for name in unmet)}), and this "
-                f"machine has {by or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` to what you "
+                f"machine has {description or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` to what you "
                 "need: [] for code that you trust."
             )
-        return f"runs code in a sandbox that has {by}; it lacks {', '.join(lacking) or 'nothing'}"
+        return f"runs code in a sandbox that has {description}; it lacks {', '.join(lacking) or 'nothing'}"
 
     async def __call__(
         self,
@@ -856,15 +856,15 @@ class PythonTests:
         # Read the tests of each row once: the members of a group share them, and they may be large.
         names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
         columns_used = [name for name in names if name in columns]
-        read: dict[tuple[int, ...], RowTests | str] = {}
+        tests_by_key: dict[tuple[int, ...], RowTests | str] = {}
         keys = [tuple(id(columns[name][index]) for name in columns_used) for index in range(count)]
         for index, key in enumerate(keys):
-            if key not in read:
+            if key not in tests_by_key:
                 try:
-                    read[key] = RowTests.of({name: columns[name][index] for name in columns_used})
+                    tests_by_key[key] = RowTests.of({name: columns[name][index] for name in columns_used})
                 except (ValueError, RecursionError) as problem:
-                    read[key] = str(problem)
-        rows = [read[key] for key in keys]
+                    tests_by_key[key] = str(problem)
+        rows = [tests_by_key[key] for key in keys]
         texts = completion_texts(completions, columns)
         prompts = columns.get("prompts", [None] * count)
         rows = [
@@ -883,8 +883,8 @@ class PythonTests:
             }
         verdicts = [jobs[pair].result() for pair in zip(codes, rows, strict=True)]
         if log_extra is not None:
-            log_extra("python_tests", [_note(each) for each in verdicts])
-        return [each if isinstance(each, Failed) else self._value(each) for each in verdicts]
+            log_extra("python_tests", [_note(verdict) for verdict in verdicts])
+        return [verdict if isinstance(verdict, Failed) else self._value(verdict) for verdict in verdicts]
 
     async def _verdict_for(
         self, code: str, row: RowTests | str, slots: asyncio.Semaphore
@@ -899,8 +899,8 @@ class PythonTests:
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
 
-    def _value(self, found: Verdict) -> float:
-        return found.passed / found.of if self.partial else float(found.passed == found.of)
+    def _value(self, verdict: Verdict) -> float:
+        return verdict.passed / verdict.of if self.partial else float(verdict.passed == verdict.of)
 
 
 def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str:
@@ -913,18 +913,18 @@ def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str
         return row
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     definitions: list[ast.stmt] = [
-        each
-        for each in statements
-        if isinstance(each, kinds) and getattr(each, "name", "") != row.entry_point
+        statement
+        for statement in statements
+        if isinstance(statement, kinds) and getattr(statement, "name", "") != row.entry_point
     ]
     tests = (row.of_functions,) if isinstance(row.of_functions, str) else row.of_functions
     helpers = ast.unparse(ast.Module(definitions, type_ignores=[]))
     if not helpers or not tests:
         return row
-    joined = (
+    combined = (
         "\n".join((helpers, *tests)) if isinstance(row.of_functions, str) else (helpers, *tests)
     )
-    return replace(row, of_functions=joined)
+    return replace(row, of_functions=combined)
 
 
 def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
@@ -936,10 +936,10 @@ def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
     return prompt + code if prompt_begins_it else code
 
 
-def _note(found: Verdict | Failed) -> dict[str, Any] | None:
-    if isinstance(found, Failed):
+def _note(verdict: Verdict | Failed) -> dict[str, Any] | None:
+    if isinstance(verdict, Failed):
         return None
-    return {"passed": found.passed, "of": found.of, "why": found.why}
+    return {"passed": verdict.passed, "of": verdict.of, "why": verdict.why}
 
 
 @cache

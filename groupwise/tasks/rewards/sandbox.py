@@ -105,7 +105,7 @@ class Result:
 
 def missing(protections: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The protections that no mechanism provides."""
-    return tuple(name for name, by in protections.items() if not by)
+    return tuple(name for name, mechanisms in protections.items() if not mechanisms)
 
 
 async def run(
@@ -161,11 +161,11 @@ class Box:
         self._folder.chmod(0o711)
         for name in ("home", "python"):
             (self._folder / name).mkdir(mode=0o700)
-        self._control, theirs = socket.socketpair()
+        self._control, warden_end = socket.socketpair()
         self._control.setblocking(False)
         try:
-            with theirs:
-                self._process = self._start_warden(theirs)
+            with warden_end:
+                self._process = self._start_warden(warden_end)
         except OSError as error:
             self._control.close()
             _delete(self._folder)
@@ -212,7 +212,7 @@ class Box:
             await self._drain()
             problem = (report or {}).get("broken") or self._streams[1].text() or "it said nothing"
             raise SandboxError(f"A sandbox could not be built: {_last_line(problem)}")
-        self._held = {name: tuple(by) for name, by in report["begun"].items()}
+        self._held = {name: tuple(mechanisms) for name, mechanisms in report["begun"].items()}
         self._since = time.monotonic()
         return self._held
 
@@ -257,13 +257,13 @@ class Box:
                 for stream in self._streams:
                     await stream.wait_for_end()
 
-    def _start_warden(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _start_warden(self, warden_end: socket.socket) -> subprocess.Popen[bytes]:
         """Starts the warden. Its interpreter finds the standard library and this package, but no site packages and no secrets."""
-        numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
-        given = self._folder / "stdin"
-        given.write_bytes(self._stdin)
-        with given.open("rb") as stdin:  # read-only: the file is on a disk without a limit
-            given.unlink()
+        numbers = [warden_end.fileno(), *(channel.fileno() for channel in self._channels)]
+        stdin_file = self._folder / "stdin"
+        stdin_file.write_bytes(self._stdin)
+        with stdin_file.open("rb") as stdin:  # read-only: the file is on a disk without a limit
+            stdin_file.unlink()
             return subprocess.Popen(
                 [
                     sys.executable,
@@ -284,8 +284,8 @@ class Box:
     def _environment(self) -> dict[str, str]:
         variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
         home = str(self._folder / "home")
-        places = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
-        return {**variables, **_ENVIRONMENT, **places, MARK: self._mark}
+        paths = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
+        return {**variables, **_ENVIRONMENT, **paths, MARK: self._mark}
 
     def _orders(self) -> bytes:
         orders = {
@@ -397,19 +397,19 @@ def _delete(folder: Path) -> None:
 
     Each level is emptied by moving its folders up, so paths never grow.
     """
-    waiting = [each.path for each in os.scandir(folder)]
+    pending = [entry.path for entry in os.scandir(folder)]
     count = 0
     with suppress(OSError):  # some files may remain in the folder for temporary files
-        while waiting:
-            emptied = waiting.pop()
-            os.chmod(emptied, 0o700)
-            for each in os.scandir(emptied):
-                if each.is_dir(follow_symlinks=False):
-                    os.chmod(each.path, 0o700)
+        while pending:
+            directory = pending.pop()
+            os.chmod(directory, 0o700)
+            for entry in os.scandir(directory):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
                     count += 1
-                    waiting.append(str(folder / f"{count}"))
-                    os.rename(each.path, waiting[-1])
+                    pending.append(str(folder / f"{count}"))
+                    os.rename(entry.path, pending[-1])
                 else:
-                    os.unlink(each.path)
-            os.rmdir(emptied)
+                    os.unlink(entry.path)
+            os.rmdir(directory)
         folder.rmdir()

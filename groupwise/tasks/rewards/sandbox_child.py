@@ -128,24 +128,24 @@ def _works(step: Callable[[], None]) -> bool:
 
 def _readable_by_all(folders: list[str]) -> bool:
     """True if any user can import from these folders. Checked because this interpreter must still import after it changes its user."""
-    there = [Path(folder) for folder in folders if Path(folder).is_dir()]
-    above = {parent for folder in there for parent in folder.parents}
-    return all(each.stat().st_mode & 0o5 == 0o5 for each in there) and all(
-        each.stat().st_mode & 0o1 for each in above
+    existing = [Path(folder) for folder in folders if Path(folder).is_dir()]
+    ancestors = {parent for folder in existing for parent in folder.parents}
+    return all(folder.stat().st_mode & 0o5 == 0o5 for folder in existing) and all(
+        parent.stat().st_mode & 0o1 for parent in ancestors
     )
 
 
 def _watch(control: socket.socket, status: int, child: int) -> None:
     """Wait for the end of the program, or for the order to end it; forward the reports of the first process."""
-    received, ended = b"", False
+    buffer, at_end = b"", False
     with os.fdopen(status, "rb", buffering=0) as pipe:
-        while not ended:
+        while not at_end:
             ready, _, _ = select.select([control, pipe], [], [])
             if control in ready:  # the parent wants this to end, or has ended
                 break
             piece = pipe.read(1 << 16)
-            ended = not piece
-            *lines, received = (received + piece).split(b"\n")
+            at_end = not piece
+            *lines, buffer = (buffer + piece).split(b"\n")
             for line in lines:
                 _tell(control, json.loads(line))
     with suppress(ProcessLookupError):
@@ -186,12 +186,12 @@ def _descendants() -> list[int]:
         with suppress(OSError):  # it has ended in the meantime
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found: list[int] = []
-    new = [os.getpid()]
-    while new:
-        new = [child for each in new for child in children.get(each, [])]
-        found += new
-    return found
+    descendants: list[int] = []
+    generation = [os.getpid()]
+    while generation:
+        generation = [child for parent in generation for child in children.get(parent, [])]
+        descendants += generation
+    return descendants
 
 
 # The first process
@@ -205,9 +205,9 @@ def _first(orders: dict[str, Any], protections: Held, status_pipe: int) -> Calla
     if child == 0:
         return _program(orders, protections, status_pipe)
     _close(orders["channels"])
-    while (ended := os.wait())[0] != child:
+    while (pid_and_status := os.wait())[0] != child:
         pass
-    _say(status_pipe, {"ended": os.waitstatus_to_exitcode(ended[1])})
+    _say(status_pipe, {"ended": os.waitstatus_to_exitcode(pid_and_status[1])})
     os._exit(0)
 
 
@@ -219,7 +219,7 @@ def _program(orders: dict[str, Any], protections: Held, status_pipe: int) -> Cal
     # Close every descriptor except the standard ones, the channels (renumbered) and `status_pipe` (the number after theirs).
     channels = orders["channels"]
     first = kernel.FIRST_CHANNEL
-    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, status_pipe)]
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in (*channels, status_pipe)]
     os.closerange(first, _HIGH)
     for number, descriptor in enumerate(high, first):
         os.dup2(descriptor, number, inheritable=False)
@@ -233,9 +233,9 @@ def _program(orders: dict[str, Any], protections: Held, status_pipe: int) -> Cal
     except BaseException:  # noqa: BLE001 — reported to the parent; nothing is run
         _say(status_pipe, {"broken": traceback.format_exc()})
         os._exit(1)
-    refused = [name for name in orders["require"] if not protections[name]]
-    _say(status_pipe, {"refused": refused} if refused else {"begun": protections})
-    if refused:
+    missing = [name for name in orders["require"] if not protections[name]]
+    _say(status_pipe, {"refused": missing} if missing else {"begun": protections})
+    if missing:
         os._exit(1)
     os.close(status_pipe)
     return program
@@ -246,8 +246,8 @@ def _say(status_pipe: int, report: Report) -> None:
 
 
 def _close(descriptors: list[int]) -> None:
-    for each in descriptors:
-        os.close(each)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _prepare_program(program: dict[str, Any]) -> Callable[[], None]:

@@ -250,7 +250,7 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
     which = list(_ARCHITECTURES).index(architecture)
     calls = {**_ALLOWED, **(_SIGNALS if signals else {}), **(_FORKS if processes else {})}
     allowed = _instruction(_RETURN, _ALLOW)
-    refused = _instruction(_RETURN, _REFUSE | errno.EPERM)
+    refusal = _instruction(_RETURN, _REFUSE | errno.EPERM)
     unknown = _instruction(_RETURN, _REFUSE | errno.ENOSYS)
     program = [
         _instruction(_LOAD, _ARCHITECTURE_AT),
@@ -258,22 +258,22 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NUMBER_AT),
         _instruction(_AT_LEAST, _X32, 0, 1),  # the x32 variants of the same calls
-        refused,
+        refusal,
     ]
-    answered = (
+    answers = (
         (allowed, [numbers[which] for numbers in calls.values()]),
         (_instruction(_RETURN, _REFUSE), [numbers[which] for numbers in _PRETENDED.values()]),
         (_instruction(_RETURN, _REFUSE | errno.ENOTSUP), _OF_ATTRIBUTES[which]),
     )
-    for answer, numbers in answered:
+    for answer, numbers in answers:
         for number in numbers:
             if number is not None:
                 program += [_instruction(_EQUAL, number, 0, 1), answer]
     for numbers, conditions in _PARTLY.items():
         checks = [
-            each
+            instruction
             for condition in conditions
-            for each in _refuse_unless_value_in(*condition, refused)
+            for instruction in _refuse_unless_value_in(*condition, refusal)
         ]
         program += [
             _instruction(_EQUAL, numbers[which], 0, len(checks) + 1),
@@ -286,27 +286,27 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
         _instruction(_LOAD, _FIRST_ARGUMENT_AT),
         _instruction(_ANY_BIT, _ANY_NAMESPACE, 1, 0),
         _instruction(_ANY_BIT, 0xFFFFFFFF if processes else _A_THREAD, 1, 0),
-        refused,
+        refusal,
         allowed,
         _instruction(
             _AT_LEAST, _FIRST_WITH_FALLBACK, 0, 1
         ),  # also `clone3`, whose flags a filter cannot read
         unknown,
-        refused,
+        refusal,
     ]
 
 
 def _refuse_unless_value_in(
-    argument: int, mask: int, values: tuple[int, ...], refused: bytes
+    argument: int, mask: int, values: tuple[int, ...], refusal: bytes
 ) -> list[bytes]:
     """Refuse the call unless an argument, masked, has one of the values."""
     looked_at = [
         _instruction(_LOAD, _FIRST_ARGUMENT_AT + 8 * argument),
         _instruction(_AND, mask),
     ]
-    left = len(values)
-    equal = [_instruction(_EQUAL, value, left - n, 0) for n, value in enumerate(values)]
-    return [*looked_at, *equal, refused]
+    count = len(values)
+    equal = [_instruction(_EQUAL, value, count - n, 0) for n, value in enumerate(values)]
+    return [*looked_at, *equal, refusal]
 
 
 def _instruction(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
@@ -331,7 +331,7 @@ def _call(name: str, *arguments: object) -> int:
     function.restype = ctypes.c_long
     # Pass integers as wide as a register: C would read garbage in the upper half of a narrower one.
     answer: int = function(
-        *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments)
+        *(ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
     )
     if answer == -1:
         number = ctypes.get_errno()

@@ -49,7 +49,7 @@ class Repetition:
         values: list[float] = []
         for completion in completions:
             words = completion_text(completion).lower().split()
-            grams = [tuple(words[at : at + self.n]) for at in range(len(words) - self.n + 1)]
+            grams = [tuple(words[start : start + self.n]) for start in range(len(words) - self.n + 1)]
             share = 1 - len(set(grams)) / len(grams) if grams else 0.0
             values.append(self.max_penalty * share + 0.0)  # + 0.0 turns -0.0 into 0.0
         return values
@@ -96,7 +96,7 @@ class Length:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag) for text in texts]
-        record_answers(log_extra, (each and voting_key(each) for each in answers))
+        record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
         return each_alone(self._value, answers, map(len, completion_ids), golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:

@@ -40,10 +40,10 @@ def main(descriptor: int, parent: int) -> None:
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(connection, inbox), daemon=True).start()
-    own = os.getpid()
+    pid = os.getpid()
 
     def send(message: dict[str, Any]) -> None:
-        if os.getpid() != own:  # user code forked, and its copy returned to here
+        if os.getpid() != pid:  # user code forked, and its copy returned to here
             os._exit(0)
         send_frame(connection, json.dumps(message).encode())
 

@@ -58,9 +58,9 @@ class RewardWorkers:
 
     async def score(self, request: ScoreRequest) -> GroupScore:
         """Score one group. Raises RewardWorkerError only if no worker can be started or reached."""
-        ended = await self._ask(request, self._time_limit)
+        outcome = await self._ask(request, self._time_limit)
         count = len(request.completions)
-        match ended:
+        match outcome:
             case Answered(message):
                 score = from_json(GroupScore, json.dumps(message["score"]))
                 if len(score.members) != count:
@@ -82,10 +82,10 @@ class RewardWorkers:
     ) -> dict[str, Any]:
         """The task's metrics, as JSON values. Raises RewardWorkerError if they raise, hang or crash."""
         request = (list(prompts), list(completions), list(rows))
-        ended = await self._ask(request, self._time_limit * METRICS_LIMIT_FACTOR)
-        if not isinstance(ended, Answered):
-            raise RewardWorkerError(f"compute_metrics gave no answer: {ended.reason}")
-        return ended.message["metrics"]
+        outcome = await self._ask(request, self._time_limit * METRICS_LIMIT_FACTOR)
+        if not isinstance(outcome, Answered):
+            raise RewardWorkerError(f"compute_metrics gave no answer: {outcome.reason}")
+        return outcome.message["metrics"]
 
     async def close(self) -> None:
         """Kill the workers and all that they started, and wait until they are reaped."""

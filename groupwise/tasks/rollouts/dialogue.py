@@ -78,8 +78,8 @@ def begin(
     ids = ids or first_ids(tokenizer, prompt, tools, columns)
     if isinstance(prompt, str):
         return TextDialogue(tokenizer, ids)
-    given = _for_template(tools, columns)
-    return ChatDialogue(tokenizer, prompt, given.tools, ids, given.arguments)
+    template_inputs = _for_template(tools, columns)
+    return ChatDialogue(tokenizer, prompt, template_inputs.tools, ids, template_inputs.arguments)
 
 
 def first_ids(
@@ -91,14 +91,14 @@ def first_ids(
     Raises TaskError.
     """
     if isinstance(prompt, str):
-        own = for_template(columns, "a row")  # the task's own text describes its `tools`
-        return prompt_ids(tokenizer, prompt, own.tools, own.arguments)
-    given = _for_template(tools, columns)
-    if given.tools and not knows_tools(tokenizer):
-        messages = told_of_tools(prompt, given.tools)
-        return prompt_ids(tokenizer, messages, (), given.arguments)
+        row_inputs = for_template(columns, "a row")  # the task's own text describes its `tools`
+        return prompt_ids(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
+    template_inputs = _for_template(tools, columns)
+    if template_inputs.tools and not knows_tools(tokenizer):
+        messages = told_of_tools(prompt, template_inputs.tools)
+        return prompt_ids(tokenizer, messages, (), template_inputs.arguments)
     try:
-        return prompt_ids(tokenizer, prompt, given.tools, given.arguments)
+        return prompt_ids(tokenizer, prompt, template_inputs.tools, template_inputs.arguments)
     except TaskError as problem:
         hint = (
             "\nOr give the tools in TextCalls, which the template need not know." if tools else ""
@@ -108,15 +108,15 @@ def first_ids(
 
 def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
     """Inputs of a chat's template: the tools of the task, or else those of the row. Raises TaskError if both have tools."""
-    own = for_template(columns, "a row")
+    row_inputs = for_template(columns, "a row")
     if not tools:
-        return own
-    if own.tools:
+        return row_inputs
+    if row_inputs.tools:
         raise TaskError(
             "The row has a column `tools`, and the task's environment has tools of its own, which are those that can be called. Leave the "
             "column out, or call it otherwise."
         )
-    return replace(own, tools=tuple(tools))
+    return replace(row_inputs, tools=tuple(tools))
 
 
 def knows_tools(tokenizer: Any) -> bool:
@@ -249,7 +249,7 @@ class ChatDialogue:
     @property
     def text(self) -> str:
         """See `Dialogue.text`."""
-        return "\n\n".join(f"{each['role']}: {each['content']}" for each in self._messages)
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -286,8 +286,8 @@ class ChatDialogue:
         """Turns a tool's result into a user message if the chat template does not support tools."""
         if not self._told or message["role"] != "tool":
             return message
-        brought = break_control_tokens(self._tokenizer, message["content"], of_tool=True)
-        result = f"<tool_response>\n{brought}\n</tool_response>"
+        content = break_control_tokens(self._tokenizer, message["content"], of_tool=True)
+        result = f"<tool_response>\n{content}\n</tool_response>"
         return {"role": "user", "content": result}
 
 

@@ -157,9 +157,9 @@ class EnvironmentRollouts:
         call = self._call(ask, member, session)
         reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
         prompt = ask.example.prompt if reply.prompt is None else reply.prompt
-        known = ask.prompt_ids if reply.prompt is None and not self._tools else None
+        known_ids = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
-            dialogue, problem = self._dialogue(ask, prompt, self._tools, known), None
+            dialogue, problem = self._dialogue(ask, prompt, self._tools, known_ids), None
         except (TaskError, Unrenderable) as error:  # a prompt made by the environment
             prompt, problem = ask.example.prompt, str(error)
             dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
@@ -196,8 +196,8 @@ class EnvironmentRollouts:
         while completion is not None:
             params = self._params(ask, attempt)
             attempt.completions.append(attempt.dialogue.say(completion, params))
-            left = self._limits.max_seconds - attempt.seconds
-            limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
+            remaining = self._limits.max_seconds - attempt.seconds
+            limit = min(self._limits.time_limit, max(remaining, LEAST_LIMIT))
             reply = await self._host.ask(self._call_of(ask, attempt), limit)
             self._take(attempt, reply)
             if attempt.outcome == "pending":

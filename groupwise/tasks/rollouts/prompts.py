@@ -107,17 +107,17 @@ def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
         if not isinstance(e.prompt, str)
         for m in e.prompt
     ]
-    found: list[str] = []
-    if twice := [mark for text in problems for mark in marks if mark in text]:
-        found.append(
-            f"messages hold {twice[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
+    warnings: list[str] = []
+    if repeated_marks := [mark for text in problems for mark in marks if mark in text]:
+        warnings.append(
+            f"messages hold {repeated_marks[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
             "it once more. Give such a prompt as text, or the messages as they were before"
         )
     if any(map(looks_like_messages, texts)):
-        found.append(
+        warnings.append(
             "a prompt looks like messages in JSON, but cannot be read as such: it is taken as text. Look for what is wrong in it"
         )
-    return found
+    return warnings
 
 
 def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:

@@ -41,27 +41,27 @@ def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = 
 
     `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones.
     """
-    places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
+    indices_of_rollout: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        places[row.rollout].append(index)
+        indices_of_rollout[row.rollout].append(index)
     with_stats = list(rows)
-    for rollout, own in places.items():
-        if rollout is None or len(own) == 1:
+    for rollout, indices in indices_of_rollout.items():
+        if rollout is None or len(indices) == 1:
             continue
-        sums = {index: _sums(rows[index], policy[index] if policy else None) for index in own}
-        for index in own:
-            others = _sum_stats([sums[other] for other in own if other != index])
+        sums = {index: _sums(rows[index], policy[index] if policy else None) for index in indices}
+        for index in indices:
+            others = _sum_stats([sums[other] for other in indices if other != index])
             with_stats[index] = replace(rows[index], others=others)
     return with_stats
 
 
 def with_advantages(group: Group, weights: Weights) -> Group:
     """The group with each rollout's advantage, for the record."""
-    noted = [
+    rollouts = [
         replace(rollout, advantage=weight.advantage if weight else None)
         for rollout, weight in zip(group.rollouts, weights, strict=True)
     ]
-    return replace(group, rollouts=tuple(noted))
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def with_learner_logprobs(
@@ -72,13 +72,13 @@ def with_learner_logprobs(
     `logprobs` has the log-probabilities for each row that `training_rows` makes of the group with these weights; None if they were
     not kept.
     """
-    left = iter(logprobs or ())
+    remaining = iter(logprobs or ())
     learnt = [weight is not None and logprobs is not None for weight in weights]
     rollouts = [
-        replace(rollout, segments=tuple(_learnt(rollout, left))) if taught else rollout
+        replace(rollout, segments=tuple(_learnt(rollout, remaining))) if taught else rollout
         for rollout, taught in zip(group.rollouts, learnt, strict=True)
     ]
-    assert next(left, None) is None, "log-probabilities of more rows than the group has"
+    assert next(remaining, None) is None, "log-probabilities of more rows than the group has"
     return replace(group, rollouts=tuple(rollouts))
 
 
@@ -89,8 +89,8 @@ def _learnt(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[S
         start = 0
         for segment in segments:
             end = start + len(segment.token_ids)
-            own = tuple(values[start:end]) if _teaches(segment) else None
-            yield replace(segment, learner_logprobs=own)
+            segment_logprobs = tuple(values[start:end]) if _teaches(segment) else None
+            yield replace(segment, learner_logprobs=segment_logprobs)
             start = end
 
 
@@ -172,7 +172,7 @@ def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
 
 def _sum_stats(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:
     return SiblingRowStats(
-        tokens=sum(each.tokens for each in sums),
-        log_weight=math.fsum(each.log_weight for each in sums),
-        log_ratio=math.fsum(each.log_ratio for each in sums),
+        tokens=sum(stats.tokens for stats in sums),
+        log_weight=math.fsum(stats.log_weight for stats in sums),
+        log_ratio=math.fsum(stats.log_ratio for stats in sums),
     )

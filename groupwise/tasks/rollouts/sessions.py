@@ -131,14 +131,14 @@ class Sessions:
         except TaskError as problem:
             raise _Unusable(str(problem)) from problem
         session = self._sessions[call.session] = _Session(environment)
-        for turn, before in enumerate(call.heard):
-            again = await self._turn(session, call, turn, partial(started, repeated=True))
-            if again.digest != before:
+        for turn, digest in enumerate(call.heard):
+            repeat = await self._turn(session, call, turn, partial(started, repeated=True))
+            if repeat.digest != digest:
                 raise _Unusable(
                     f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
                     "It must depend on its row, seed and member and on the completions alone."
                 )
-            session.heard.append(again.digest)
+            session.heard.append(repeat.digest)
         return session
 
     async def _turn(
@@ -170,18 +170,18 @@ class Sessions:
             return Reply()
         name = f"{_name(session.environment)}.reset"
         started(name)
-        own = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
-        given = reset_arguments(reset, {**call.columns, **own})
-        returned = await _await_if_needed(reset(**given))
+        call_arguments = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
+        arguments = reset_arguments(reset, {**call.columns, **call_arguments})
+        result = await _await_if_needed(reset(**arguments))
         with _checking_answer_of(name):
-            return Reply(prompt=as_prompt(returned))
+            return Reply(prompt=as_prompt(result))
 
     async def _step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
         name = f"{_name(session.environment)}.step, turn {turn}"
         started(name)
-        returned = await _await_if_needed(session.environment.step(completion))
+        result = await _await_if_needed(session.environment.step(completion))
         with _checking_answer_of(name):
-            step = as_step(returned)
+            step = as_step(result)
             parts = (*as_parts(step.reward, turn - 1), *as_parts(step.metrics, turn - 1, 0.0))
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
@@ -194,16 +194,16 @@ class Sessions:
             if function is not None:
                 name = f"{_name(session.environment)}.{method}"
                 started(name)
-                returned = await _await_if_needed(function())
+                result = await _await_if_needed(function())
                 with _checking_answer_of(name):
-                    parts += as_parts(returned, None, weight)
+                    parts += as_parts(result, None, weight)
         started(f"{_name(session.environment)}.close")
         return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun_at)
 
     async def _drop(self, session: int) -> None:
         """Remove an environment; errors of its `close` are ignored."""
-        dropped = self._sessions.pop(session, None)
-        close = getattr(dropped and dropped.environment, "close", None)
+        old_session = self._sessions.pop(session, None)
+        close = getattr(old_session and old_session.environment, "close", None)
         if close is not None:
             with suppress(BaseException):
                 await _await_if_needed(close())
@@ -222,5 +222,5 @@ async def _await_if_needed(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _name(thing: object) -> str:
-    return getattr(thing, "__name__", type(thing).__name__)
+def _name(value: object) -> str:
+    return getattr(value, "__name__", type(value).__name__)
