@@ -58,7 +58,7 @@ def find_task(source: object | None, config: View) -> Task:
     if source is None or source == SPEC:
         return ConfiguredTask(config)
     task = source if isinstance(source, Task) else load_task(source)
-    if idle := _dataset(config).in_vain_beside_a_task():
+    if idle := _dataset_config(config).in_vain_beside_a_task():
         keys = ", ".join(f"data.{key}" for key in idle)
         pronoun = "it" if len(idle) == 1 else "them"
         raise TaskError(
@@ -73,7 +73,7 @@ class ConfiguredTask(Task):
 
     def __init__(self, config: View) -> None:
         """Raises TaskError if the config names no data, or mixes what cannot be mixed."""
-        data = _dataset(config)
+        data = _dataset_config(config)
         if not data.names_data:
             raise TaskError(
                 "No task was given, and the config names no data. Give a task with --task-module: a Python file, package.module, "
@@ -85,7 +85,7 @@ class ConfiguredTask(Task):
                 "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
                 "into `config` of a set of data.dataset_mixture."
             )
-        self._tasks = _sets(config, data)
+        self._tasks = _task_sets(config, data)
         if not _is_supervised(config):
             # Rewards of the config apply to sources; a mixture that has only tasks does not use them.
             idle = [
@@ -100,7 +100,7 @@ class ConfiguredTask(Task):
                     "replaced."
                 )
         hooks = _Hooks(data, self._tasks)
-        super().__init__(hooks, _name(data), SPEC, None)
+        super().__init__(hooks, _dataset_name(data), SPEC, None)
         self._pipeline = data.preprocessing_pipeline
         self._possible = hooks.possible(config)
 
@@ -113,9 +113,9 @@ class ConfiguredTask(Task):
         """See `Task.described`."""
         return f"The config's task ({self.name})"
 
-    def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
-        """See `Task._rows_of`; the sets of a mixture respect `limit` for their streams too."""
-        return self._call(hook, **arguments, limit=limit)
+    def _hook_rows(self, hook: str, limit: int | None, **arguments: Any) -> Any:
+        """See `Task._hook_rows`; the sets of a mixture respect `limit` for their streams too."""
+        return self._call_hook(hook, **arguments, limit=limit)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -145,13 +145,13 @@ class ConfiguredTask(Task):
                 return f"The config gives no {hook}, which `{verb}` needs. Give a task with --task-module."
 
 
-def _dataset(config: View) -> DatasetConfig:
+def _dataset_config(config: View) -> DatasetConfig:
     section = config["data"].to_dict()
     keys = {key: section[key] for key in DatasetConfig.model_fields}
     return DatasetConfig.model_validate_json(json.dumps(keys))
 
 
-def _name(data: DatasetConfig) -> str:
+def _dataset_name(data: DatasetConfig) -> str:
     """`gsm8k` for `openai/gsm8k`, `sums` for `data/sums.jsonl`."""
     if data.dataset_name is None:
         return "mixture"
@@ -195,7 +195,7 @@ class _TaskSet:
         return format_rows(rows, function, text_field=TEXT, where=where)
 
 
-def _sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
+def _task_sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
     sets = [
         _task_set(config, entry, entry.task, place_of(data, number))
         for number, entry in enumerate(data.mixture)
@@ -251,8 +251,8 @@ class _Hooks:
     def possible(self, config: View) -> set[str]:
         """The hooks that this config can provide."""
         if _is_supervised(config):
-            return {"get_sft_dataset", *self._if_held_out("get_sft_eval_dataset")}
-        hooks = {"get_rl_dataset", "compute_metrics", *self._if_held_out("get_eval_dataset")}
+            return {"get_sft_dataset", *self._hook_if_held_out("get_sft_eval_dataset")}
+        hooks = {"get_rl_dataset", "compute_metrics", *self._hook_if_held_out("get_eval_dataset")}
         names_rewards = any(
             config["rewards"].get(key) is not None for key in ("reward_funcs", "router")
         )
@@ -262,32 +262,32 @@ class _Hooks:
             hooks.add("get_rl_callbacks")
         return hooks
 
-    def _if_held_out(self, hook: str) -> Iterator[str]:
+    def _hook_if_held_out(self, hook: str) -> Iterator[str]:
         sources = [entry for entry in self._data.mixture if entry.source]
-        if any(holds_out(self._data, entry) for entry in sources) or self._with(hook):
+        if any(holds_out(self._data, entry) for entry in sources) or self._sets_with_hook(hook):
             yield hook
 
-    def _with(self, hook: str) -> list[_TaskSet]:
+    def _sets_with_hook(self, hook: str) -> list[_TaskSet]:
         return [task_set for task_set in self._tasks if task_set.task.has(hook)]
 
     def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The rows of all sets, with their shares of an epoch, from the weights."""
-        scored = self._unscorable(config)
+        scored = self._unscorable_check(config)
         parts, account = for_training(self._data, teacher=False, unscorable=scored)
         for task_set in self._tasks:
             examples = task_set.task.rl_examples(task_set.config, limit)
-            parts.append(task_set.part(_rows(examples)))
+            parts.append(task_set.part(_example_rows(examples)))
             account += task_set.account("get_rl_dataset")
         rows, shares = mix_parts(with_same_columns(parts, "all"), self._data.seed)
         return Rows(rows, account, shares)
 
     def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The held-out rows of all sets, in turn."""
-        scored = self._unscorable(config)
+        scored = self._unscorable_check(config)
         parts, account = held_out(self._data, teacher=False, unscorable=scored)
-        for task_set in self._with("get_eval_dataset"):
+        for task_set in self._sets_with_hook("get_eval_dataset"):
             examples = task_set.task.eval_examples(task_set.config, limit)
-            parts.append(task_set.part(_rows(examples)))
+            parts.append(task_set.part(_example_rows(examples)))
             account += task_set.account("get_eval_dataset")
         return Rows(in_turn(with_same_columns(parts, "all")), account)
 
@@ -303,7 +303,7 @@ class _Hooks:
     def get_sft_eval_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's held-out rows of all sets, in turn."""
         parts, account = held_out(self._data, teacher=True)
-        for task_set in self._with("get_sft_eval_dataset"):
+        for task_set in self._sets_with_hook("get_sft_eval_dataset"):
             parts.append(task_set.part(task_set.lessons("get_sft_eval_dataset", tokenizer, limit)))
             account += task_set.account("get_sft_eval_dataset")
         return Rows(in_turn(with_same_columns(parts, "all")), account)
@@ -314,19 +314,19 @@ class _Hooks:
         A router of the config that has a task's label replaces the task's own.
         """
         if not self._tasks:
-            rubric = self._own_rewards(config)
+            rubric = self._config_rewards(config)
             assert rubric is not None, "the hook is there only with rewards"
             return rubric
         rubrics = {
             label: Rubric.of(functions, where=f"rewards of {label}")
-            for label, functions in self._of_sources(config).items()
+            for label, functions in self._rewards_of_sources(config).items()
         }
         for task_set in self._tasks:
             if task_set.label not in rubrics:
                 rubrics[task_set.label] = task_set.task.rubric(task_set.config, tokenizer)
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
-    def _own_rewards(self, config: View) -> Rubric | None:
+    def _config_rewards(self, config: View) -> Rubric | None:
         """The rewards that the config itself names; built once, because that may take long."""
         if self._rewards is None:
             section = config["rewards"].to_dict()
@@ -337,14 +337,14 @@ class _Hooks:
                 self._rewards = rubric if weights is None else rubric.reweighted(weights)
         return self._rewards
 
-    def _unscorable(self, config: View) -> Unscorable:
+    def _unscorable_check(self, config: View) -> Unscorable:
         """The function that explains why a source's row cannot be scored."""
-        rewards = self._own_rewards(config)
+        rewards = self._config_rewards(config)
         return scorable if rewards is None else rewards.unscorable
 
-    def _of_sources(self, config: View) -> dict[str, list[Any]]:
+    def _rewards_of_sources(self, config: View) -> dict[str, list[Any]]:
         """The rewards of the config by label: those of its router, or the same for all sources."""
-        config_rubric = self._own_rewards(config)
+        config_rubric = self._config_rewards(config)
         if config_rubric is None:
             return {}
         if isinstance(config_rubric, Router):
@@ -371,7 +371,7 @@ class _Hooks:
         """The number of samples, and each task's own metrics under its label."""
         metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
         details: dict[str, Any] = {}
-        for task_set in self._with("compute_metrics"):
+        for task_set in self._sets_with_hook("compute_metrics"):
             indices = [n for n, row in enumerate(dataset_rows) if row.get(TASK_COLUMN) == task_set.label]
             if not indices:
                 continue
@@ -397,5 +397,5 @@ def _is_supervised(config: View) -> bool:
     return "rewards" not in config
 
 
-def _rows(examples: Sequence[Example]) -> list[Row]:
+def _example_rows(examples: Sequence[Example]) -> list[Row]:
     return [{"prompt": example.prompt, **example.columns} for example in examples]

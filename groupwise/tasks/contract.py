@@ -144,11 +144,11 @@ class Task:
 
     def rl_examples(self, config: Any, limit: int | None = None) -> list[Example]:
         """The training examples. Of a stream without a length, the first `limit` are read; without a limit it is refused."""
-        return self._examples("get_rl_dataset", config, limit)
+        return self._read_examples("get_rl_dataset", config, limit)
 
     def eval_examples(self, config: Any, limit: int | None = None) -> list[Example]:
         """The first `limit` held-out examples. A stream without a length is refused if there is no limit."""
-        return self._examples("get_eval_dataset", config, limit)[:limit]
+        return self._read_examples("get_eval_dataset", config, limit)[:limit]
 
     def sft_rows(
         self, hook: str, config: Any, tokenizer: Any, limit: int | None = None
@@ -158,8 +158,8 @@ class Task:
         An optional hook may return None for no rows.
         """
         where = f"{self.described}: {hook}"
-        rows = self._rows_of(hook, limit, config=config, tokenizer=tokenizer)
-        self._note(hook, rows)
+        rows = self._hook_rows(hook, limit, config=config, tokenizer=tokenizer)
+        self._note_account(hook, rows)
         if rows is None and hook not in NEEDED["sft"]:
             return []
         return run_user_code(  # a stream runs the task's code while it is read
@@ -173,7 +173,7 @@ class Task:
         """The function that `get_sft_formatting_func` or `get_sft_data_collator` returns; None if the hook is missing or returns None."""
         if not self.has(hook):
             return None
-        function = self._call(hook, config=config, tokenizer=tokenizer)
+        function = self._call_hook(hook, config=config, tokenizer=tokenizer)
         if function is not None and not callable(function):
             raise TaskError(
                 f"{self.described}: {hook} returned {type(function).__name__}. Expected a function."
@@ -182,7 +182,7 @@ class Task:
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """The rewards; `weights` replaces the task's own weights."""
-        functions = self._call("get_reward_funcs", config=config, tokenizer=tokenizer)
+        functions = self._call_hook("get_reward_funcs", config=config, tokenizer=tokenizer)
         return Rubric.of(functions, weights, where=f"{self.described}: get_reward_funcs")
 
     @property
@@ -193,7 +193,7 @@ class Task:
     def environment(self, config: Any) -> EnvironmentFactory:
         """The factory of environments, one for each rollout; the hook is called once per process."""
         where = f"{self.described}: get_environment"
-        factory = check_factory(self._call("get_environment", config=config), where)
+        factory = check_factory(self._call_hook("get_environment", config=config), where)
         silent = isinstance(factory, Tools) and not factory.gives_rewards
         if silent and not self.has("get_reward_funcs"):
             raise TaskError(
@@ -229,7 +229,7 @@ class Task:
         """
         hook = getattr(self._hooks, "compute_metrics", None)
         reads_messages = getattr(hook, "reads_messages", False) is True
-        metrics = self._call(
+        metrics = self._call_hook(
             "compute_metrics",
             prompts=list(prompts),
             completions=list(completions) if reads_messages else [completion_text(c) for c in completions],
@@ -246,7 +246,7 @@ class Task:
         """The model of the config's `task:` section, or None if the section is free-form."""
         if not self.has("get_config_schema"):
             return None
-        schema = self._call("get_config_schema")
+        schema = self._call_hook("get_config_schema")
         if not (inspect.isclass(schema) and issubclass(schema, BaseModel)):
             raise TaskError(
                 f"{self.described}: get_config_schema returned {schema!r:.60}. "
@@ -258,7 +258,7 @@ class Task:
         """The task's callbacks for its runs; see `groupwise.training.callbacks.registry`. Empty without the hook."""
         if not self.has("get_rl_callbacks"):
             return ()
-        callbacks = self._call(
+        callbacks = self._call_hook(
             "get_rl_callbacks", config=config, tokenizer=tokenizer, output_dir=output_dir
         )
         if callbacks is not None and not isinstance(callbacks, list | tuple):
@@ -278,19 +278,19 @@ class Task:
         if _call_style(function, HOOKS[hook]) is None:
             raise TaskError(
                 f"{self.described}: {hook} has the wrong parameters.\n"
-                f"  expected: {_signature(hook)}\n"
+                f"  expected: {_hook_signature(hook)}\n"
                 f"  found:    {hook}{inspect.signature(function)}"
             )
 
     def missing(self, hook: str, verb: Verb) -> str:
         """The error message for a missing hook."""
         functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
-        close = [name for name in functions if name not in HOOKS and _alike(name, hook)]
+        close = [name for name in functions if name not in HOOKS and _similar_names(name, hook)]
         names = ", ".join(functions) or "none"
         hint = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
             f"{self.described} has no {hook}, which `{verb}` needs.\n"
-            f"  expected: def {_signature(hook)}\n"
+            f"  expected: def {_hook_signature(hook)}\n"
             f"  functions there are: {names}{hint}"
         )
 
@@ -303,10 +303,10 @@ class Task:
             and (is_local or not isinstance(self._hooks, ModuleType))
         )
 
-    def _examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
+    def _read_examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
         where = f"{self.described}: {hook}"
-        rows = self._rows_of(hook, limit, config=config)
-        self._note(hook, rows)
+        rows = self._hook_rows(hook, limit, config=config)
+        self._note_account(hook, rows)
         examples = run_user_code(  # a stream runs the task's code while it is read
             lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
             what=f"{where} failed",
@@ -315,15 +315,15 @@ class Task:
             _refuse_columns(RESERVED, examples, where, "reward functions get")
         return examples
 
-    def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
+    def _hook_rows(self, hook: str, limit: int | None, **arguments: Any) -> Any:
         """A hook's rows; of a stream, the caller reads at most `limit` rows."""
-        return self._call(hook, **arguments)
+        return self._call_hook(hook, **arguments)
 
-    def _note(self, hook: str, rows: object) -> None:
+    def _note_account(self, hook: str, rows: object) -> None:
         if isinstance(rows, Rows):
             self.accounts[hook], self.shares[hook] = rows.account, rows.shares
 
-    def _call(self, hook: str, **arguments: Any) -> Any:
+    def _call_hook(self, hook: str, **arguments: Any) -> Any:
         function = getattr(self._hooks, hook)
         by_name = _call_style(function, HOOKS[hook]) == "names"
         what = f"{self.described}: {hook} failed"
@@ -429,14 +429,14 @@ def _call_style(
 ) -> Literal["names", "order"] | None:
     """`names` if a hook is called with keywords (it uses our names, in any order), `order` if by position, None if it cannot be called."""
     signature = inspect.signature(function)
-    if _binds(signature, (), names):
+    if _accepts_arguments(signature, (), names):
         return "names"
     parameters = list(signature.parameters)
     displaced = [name for name in names if name in parameters and parameters.index(name) != names.index(name)]
-    return "order" if _binds(signature, names, ()) and not displaced else None
+    return "order" if _accepts_arguments(signature, names, ()) and not displaced else None
 
 
-def _binds(
+def _accepts_arguments(
     signature: inspect.Signature, by_position: Iterable[str], by_name: Iterable[str]
 ) -> bool:
     try:
@@ -446,11 +446,11 @@ def _binds(
     return True
 
 
-def _signature(hook: str) -> str:
+def _hook_signature(hook: str) -> str:
     return f"{hook}({', '.join(HOOKS[hook])})"
 
 
-def _alike(name: str, hook: str) -> bool:
+def _similar_names(name: str, hook: str) -> bool:
     """`get_dataset` for `get_rl_dataset`, `rewards` for `get_reward_funcs`, `compute_metric` for `compute_metrics`."""
     core = hook.removeprefix("get_").removeprefix("rl_").removeprefix("eval_").partition("_")[0]
     return difflib.SequenceMatcher(None, name, hook).ratio() >= 0.7 or core in name

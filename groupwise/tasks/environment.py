@@ -94,7 +94,7 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
         return
     needed = [
         p.name
-        for p in _arguments(reset)[1:]
+        for p in _parameters(reset)[1:]
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     missing = [name for name in needed if name not in columns and name not in GIVEN]
@@ -133,7 +133,7 @@ def check_methods(environment: object, where: str) -> None:
 
 def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `given` that the method names; all of them if it takes any keyword."""
-    parameters = _arguments(reset)
+    parameters = _parameters(reset)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(available)
     return {p.name: available[p.name] for p in parameters if p.name in available}
@@ -148,7 +148,7 @@ def as_step(result: object) -> Step:
             f"the metrics are {_short_repr(result.metrics)}; expected a dict of named numbers"
         )
     return Step(
-        observation=_observation(result.observation),
+        observation=_checked_observation(result.observation),
         done=bool(result.done),
         reward=result.reward,
         metrics=result.metrics,
@@ -158,7 +158,7 @@ def as_step(result: object) -> Step:
 def as_prompt(result: object) -> Prompt | None:
     """The first prompt that `reset` returned, checked; None keeps the row's."""
     try:
-        return _observation(result)
+        return _checked_observation(result)
     except ValueError:
         raise ValueError(
             f"`reset` returned {_short_repr(result)}; expected None, text, or a list of chat messages"
@@ -173,13 +173,13 @@ def as_parts(reward: object, turn: int | None, weight: float = 1.0) -> tuple[Rew
         "Mapping[Any, Any]", reward if isinstance(reward, Mapping) else {DEFAULT_PART: reward}
     )
     return tuple(
-        RewardPart(printable(str(name)), _number(str(name), value), weight, turn)
+        RewardPart(printable(str(name)), _finite_number(str(name), value), weight, turn)
         for name, value in parts.items()
         if value is not None
     )
 
 
-def _number(name: str, value: Any) -> float:
+def _finite_number(name: str, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
@@ -189,7 +189,7 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _observation(value: object) -> Observation:
+def _checked_observation(value: object) -> Observation:
     if value is None:
         return None
     if isinstance(value, str):
@@ -212,7 +212,7 @@ def _is_message(value: object) -> bool:
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
-def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 

@@ -125,10 +125,10 @@ class Tools:
 
     def __init__(self, tools: Sequence[Tool] | type, calls: CallForm | None = None) -> None:
         """Raises TaskError if the schema of a tool cannot be made."""
-        self._given: Any = tools
+        self._source: Any = tools
         self.calls = calls or HermesCalls()
         functions = (
-            _methods(tools) if inspect.isclass(tools) else list(cast("Sequence[Tool]", tools))
+            _public_methods(tools) if inspect.isclass(tools) else list(cast("Sequence[Tool]", tools))
         )
         if not functions:
             raise TaskError(
@@ -149,19 +149,19 @@ class Tools:
     @property
     def gives_rewards(self) -> bool:
         """True if the environment itself may give rewards."""
-        return inspect.isclass(self._given) and hasattr(self._given, "reward")
+        return inspect.isclass(self._source) and hasattr(self._source, "reward")
 
     @property
     def reset(self) -> Callable[..., Any] | None:
         """The `reset` of the class, if there is one."""
-        return getattr(self._given, "reset", None) if inspect.isclass(self._given) else None
+        return getattr(self._source, "reset", None) if inspect.isclass(self._source) else None
 
     def __call__(self) -> ToolEnvironment:
         """An environment for one rollout."""
-        if not inspect.isclass(self._given):
-            return ToolEnvironment(list(self._given), self.calls, None)
-        state = self._given()
-        bound = [getattr(state, method.__name__) for method in _methods(self._given)]
+        if not inspect.isclass(self._source):
+            return ToolEnvironment(list(self._source), self.calls, None)
+        state = self._source()
+        bound = [getattr(state, method.__name__) for method in _public_methods(self._source)]
         return ToolEnvironment(bound, self.calls, state)
 
 
@@ -177,36 +177,36 @@ class ToolEnvironment:
     async def reset(self, **arguments: Any) -> Any:
         """Start the rollout; a class of tools gets the same call."""
         self._chat = not isinstance(arguments["prompt"], str)
-        return await self._ask("reset", arguments)
+        return await self._call_method("reset", arguments)
 
     async def step(self, completion: str) -> Step:
         """The results of the calls in a completion; a completion without calls is the final answer."""
         calls = self._calls.find(completion)
         if not calls:
             return Step(done=True)
-        results = [(call.name, await self._result(call)) for call in calls]
+        results = [(call.name, await self._run_call(call)) for call in calls]
         return Step(self._calls.results(results, chat=self._chat))
 
     async def reward(self) -> Any:
         """The reward of the class, if it defines one."""
-        return await self._ask("reward")
+        return await self._call_method("reward")
 
     async def metrics(self) -> Any:
         """The metrics of the class, if it defines any."""
-        return await self._ask("metrics")
+        return await self._call_method("metrics")
 
     async def close(self) -> None:
         """Free the resources of the class."""
-        await self._ask("close")
+        await self._call_method("close")
 
-    async def _ask(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    async def _call_method(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
         function = getattr(self._state, method, None)
         if function is None:
             return None
         answer = function(**reset_arguments(function, arguments or {}))
         return await answer if inspect.isawaitable(answer) else answer
 
-    async def _result(self, call: ToolCall) -> str:
+    async def _run_call(self, call: ToolCall) -> str:
         if call.problem is not None:
             return f"error: {call.problem}"
         tool = self._tools.get(call.name)
@@ -283,7 +283,7 @@ def _hermes_call(text: str) -> ToolCall:
     return ToolCall(name, cast("dict[str, Any]", arguments))
 
 
-def _methods(kind: type) -> list[Tool]:
+def _public_methods(kind: type) -> list[Tool]:
     """Public methods in the order of their definition, inherited ones first."""
     names = [name for base in reversed(kind.__mro__[:-1]) for name in vars(base)]
     public = [name for name in dict.fromkeys(names) if not name.startswith("_")]

@@ -84,22 +84,22 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `clue`, `answer` and `enumeration`."""
-    return _split(_own(config), "train")
+    return _rows_of_split(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The held-out rows. They are drawn first, so they do not depend on the sizes of the other splits."""
-    return _split(_own(config), "eval")
+    return _rows_of_split(_task_config(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with a completion that states the number of letters of the answer, then the answer."""
-    return _sft_rows(get_rl_dataset(config))
+    return _with_completions(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, with completions in the same form."""
-    return _sft_rows(_split(_own(config), "validation"))
+    return _with_completions(_rows_of_split(_task_config(config), "validation"))
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -107,7 +107,7 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, 
 
     If the prompt lists answers to choose from, merely mentioning the right one earns nothing.
     """
-    unpaid = {} if _own(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
+    unpaid = {} if _task_config(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
     return rewards_named([{"name": "pure_accuracy", **unpaid}], config)
 
 
@@ -141,11 +141,11 @@ def compute_metrics(
 # --- splits --------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _split(task_config: TaskConfig, split_name: str) -> Rows:
+def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
     """The rows of one split. Rows with the same answer stay together, and a clue that is in an earlier split is left out."""
     for column in task_config.columns:
         if column not in COLUMNS:
@@ -159,9 +159,9 @@ def _split(task_config: TaskConfig, split_name: str) -> Rows:
     )
     rows, left_out = usable(
         source_rows,
-        _row,
+        _clue_row,
         lambda row: (_normalise_case(row["clue"]), letters(row["answer"])),
-        source=_name(task_config),
+        source=_source_name(task_config),
         strict=task_config.strict,
         remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
     )
@@ -178,7 +178,7 @@ def _split(task_config: TaskConfig, split_name: str) -> Rows:
             left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
             split_rows.extend(fresh)
         if len(split_rows) < (size or 1):
-            raise TaskError(_too_few(task_config, len(rows)))
+            raise TaskError(_too_few_message(task_config, len(rows)))
         if split == split_name:
             return Rows(_with_choices(split_rows[:size], task_config), Account(dict(+left_out)))
         used_clues.update(_normalise_case(row["clue"]) for row in split_rows[:size])
@@ -208,10 +208,10 @@ def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[d
     return rows_with_choices
 
 
-def _too_few(task_config: TaskConfig, count: int) -> str:
+def _too_few_message(task_config: TaskConfig, count: int) -> str:
     requested = "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
     return (
-        f"{_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, validation_size {task_config.validation_size} and "
+        f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, validation_size {task_config.validation_size} and "
         f"{requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
     )
 
@@ -223,8 +223,8 @@ def _normalise_case(text: str) -> str:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _row(source_row: Mapping[str, Any]) -> dict[str, Any]:
-    clue, answer = _text(source_row, "clue"), _text(source_row, "answer")
+def _clue_row(source_row: Mapping[str, Any]) -> dict[str, Any]:
+    clue, answer = _required_text(source_row, "clue"), _required_text(source_row, "answer")
     if unscorable := _unscorable({"answer": answer}):
         raise Unusable("the answer is not made of letters A–Z") from unscorable
     ending = _AT_THE_END.search(clue)
@@ -255,7 +255,7 @@ def _unscorable(row: Mapping[str, Any]) -> ValueError | None:
     return None
 
 
-def _text(source_row: Mapping[str, Any], column: str) -> str:
+def _required_text(source_row: Mapping[str, Any], column: str) -> str:
     value = source_row.get(column)
     if not isinstance(value, str) or not value.strip():
         raise Unusable(f"the {column} is {'no text' if value else 'empty or missing'}")
@@ -281,15 +281,15 @@ def _letter_counts(answer: str) -> str:
     return "".join(parts)
 
 
-def _sft_rows(rows: Rows) -> Rows:
-    return Rows([{**row, "completion": _completion(row)} for row in rows], rows.account)
+def _with_completions(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": _gold_completion(row)} for row in rows], rows.account)
 
 
-def _completion(row: Mapping[str, Any]) -> str:
+def _gold_completion(row: Mapping[str, Any]) -> str:
     answer = row["answer"].lower() if "choices" in row else row["answer"].upper()
     thought = f"{len(letters(answer))} letters: {answer}."
     return f"<think>\n{thought}\n</think>\n<answer>{answer}</answer>"
 
 
-def _name(task_config: TaskConfig) -> str:
+def _source_name(task_config: TaskConfig) -> str:
     return f"The source {task_config.source!r}" if task_config.source else "The included source"

@@ -131,29 +131,29 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `answer` and `gold_completion`, and for generated ones `level`."""
-    return _splits(_own(config)).train
+    return _make_splits(_task_config(config)).train
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _splits(_own(config)).test
+    return _make_splits(_task_config(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with worked solutions."""
-    return _sft_rows(get_rl_dataset(config))
+    return _with_completions(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with worked solutions."""
-    return _sft_rows(_splits(_own(config)).validation)
+    return _with_completions(_make_splits(_task_config(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """Correctness and the layout, with their weights."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     layout = SoftFormat(reasoning_tag=THINK.reasoning, answer_tag=THINK.answer, right=1.0)
-    return [(_accuracy(task_config), 1.0), (layout, task_config.format_weight)]
+    return [(_accuracy_reward(task_config), 1.0), (layout, task_config.format_weight)]
 
 
 def compute_metrics(
@@ -180,12 +180,12 @@ def compute_metrics(
     }
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(View(section).to_dict())
 
 
-def _accuracy(task_config: TaskConfig) -> MathAnswer | PureAccuracyMath:
+def _accuracy_reward(task_config: TaskConfig) -> MathAnswer | PureAccuracyMath:
     return PureAccuracyMath("answer") if task_config.strict else MathAnswer("answer")
 
 
@@ -227,7 +227,7 @@ class Splits:
     train: Rows
 
 
-def _splits(task_config: TaskConfig) -> Splits:
+def _make_splits(task_config: TaskConfig) -> Splits:
     if task_config.source is None:
         held_out = task_config.eval_size + task_config.validation_size
         problems = generate(task_config, held_out + (task_config.train_size or GENERATED))
@@ -264,7 +264,7 @@ def _split_problems(
     return Splits(*(Rows(part, account) for part in parts))
 
 
-def _sft_rows(rows: Rows) -> Rows:
+def _with_completions(rows: Rows) -> Rows:
     return Rows([{**row, "completion": row["gold_completion"]} for row in rows], rows.account)
 
 
@@ -283,7 +283,7 @@ def problems_of(
     rows: Sequence[Mapping[str, Any]], task_config: TaskConfig, source: str
 ) -> tuple[list[Problem], Counter[str]]:
     """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
-    question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
+    question, answer, solution = (_find_column(rows, kind, source) for kind in COLUMNS)
     return usable(
         rows,
         lambda row: problem_of(task_config, *(row.get(name) for name in (question, answer, solution))),
@@ -298,7 +298,7 @@ def problems_of(
     )
 
 
-def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
+def _find_column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
     """The name of the column that holds questions or answers."""
     columns = dict.fromkeys(name for row in rows for name in row)
     matches = [name for name in COLUMNS[kind] if name in columns]
@@ -310,14 +310,14 @@ def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
     return matches[0]
 
 
-def _text(cell: Any) -> str:
+def _cell_text(cell: Any) -> str:
     is_value = isinstance(cell, str | int | float) and cell == cell  # NaN is a gap in a table
     return str(cell).strip() if is_value else ""
 
 
 def problem_of(task_config: TaskConfig, *cells: Any) -> Problem:
     """The problem made of a row's cells: question, answer and solution. Raises Unusable."""
-    question, answer, solution = map(_text, cells)
+    question, answer, solution = map(_cell_text, cells)
     if not question:
         raise Unusable("there is no question")
     if not answer:
@@ -326,7 +326,7 @@ def problem_of(task_config: TaskConfig, *cells: Any) -> Problem:
     if final is None:
         raise Unusable("no answer is marked, and the text is too long for one")
     try:
-        _accuracy(task_config).check_row({"answer": final})
+        _accuracy_reward(task_config).check_row({"answer": final})
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
     key = question_key(question)
@@ -367,11 +367,11 @@ _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 def generate(task_config: TaskConfig, count: int) -> list[Problem]:
     """Makes `count` different problems of the config's levels. Raises TaskError if there seem to be fewer."""
-    return list(_distinct(task_config.min_level, task_config.max_level, task_config.seed, count))
+    return list(_distinct_problems(task_config.min_level, task_config.max_level, task_config.seed, count))
 
 
 @lru_cache(maxsize=1)  # each hook takes its part of the same problems
-def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
+def _distinct_problems(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
     """The first `count` different problems. Raises TaskError if there seem to be fewer."""
     stream = Stream("math", seed)
     problems: dict[str, Problem] = {}
@@ -379,9 +379,9 @@ def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Pr
     while len(problems) < count:
         level = min_level + stream.below(max_level - min_level + 1)
         term = _OF_LEVEL[level](stream)
-        question, worked, key = f"What is {_term_text(term)}?", "\n".join(_steps(term)), _key(term)
+        question, worked, key = f"What is {_term_text(term)}?", "\n".join(_worked_steps(term)), _term_key(term)
         repeats = repeats + 1 if key in problems else 0
-        problems.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
+        problems.setdefault(key, Problem(question, str(_evaluate(term)), worked, key, level))
         if repeats == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The levels that task.min_level and task.max_level name seem to have no more than {len(problems)} different problems, "
@@ -390,39 +390,39 @@ def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Pr
     return tuple(problems.values())
 
 
-def _sum(stream: Stream, least: int, most: int) -> Operation:
+def _random_sum(stream: Stream, least: int, most: int) -> Operation:
     """A sum or difference with a non-negative result."""
-    first, second = _number(stream, least, most), _number(stream, least, most)
+    first, second = _random_number(stream, least, most), _random_number(stream, least, most)
     if stream.below(2):
         return Operation("+", first, second)
     return Operation("-", max(first, second), min(first, second))
 
 
-def _product(stream: Stream, most: int) -> Operation:
-    return Operation("×", _number(stream, 2, most), _number(stream, 2, most))
+def _random_product(stream: Stream, most: int) -> Operation:
+    return Operation("×", _random_number(stream, 2, most), _random_number(stream, 2, most))
 
 
 def _level_3(stream: Stream) -> Operation:
-    product = _product(stream, 12)
-    other = _number(stream, 1, 50)
+    product = _random_product(stream, 12)
+    other = _random_number(stream, 1, 50)
     if stream.below(2):
         return Operation("+", other, product)
-    larger, smaller = (product, other) if _value(product) >= other else (other, product)
+    larger, smaller = (product, other) if _evaluate(product) >= other else (other, product)
     return Operation("-", larger, smaller)
 
 
 def _level_4(stream: Stream) -> Operation:
     if stream.below(2):
-        product = Operation("×", _sum(stream, 10, 40), _number(stream, 2, 9))
-        other = _number(stream, 1, 40)
-        return Operation("-" if _value(product) >= other else "+", product, other)
-    divisor, quotient = _number(stream, 2, 12), _number(stream, 2, 20)
-    first = _number(stream, 1, int(divisor * quotient) - 1)
+        product = Operation("×", _random_sum(stream, 10, 40), _random_number(stream, 2, 9))
+        other = _random_number(stream, 1, 40)
+        return Operation("-" if _evaluate(product) >= other else "+", product, other)
+    divisor, quotient = _random_number(stream, 2, 12), _random_number(stream, 2, 20)
+    first = _random_number(stream, 1, int(divisor * quotient) - 1)
     return Operation("÷", Operation("+", first, divisor * quotient - first), divisor)
 
 
 def _level_5(stream: Stream) -> Operation:
-    first, second = _fraction(stream), _fraction(stream)
+    first, second = _random_fraction(stream), _random_fraction(stream)
     sign = "+-×"[stream.below(3)]
     return (
         Operation(sign, max(first, second), min(first, second))
@@ -432,28 +432,28 @@ def _level_5(stream: Stream) -> Operation:
 
 
 _OF_LEVEL: dict[int, Callable[[Stream], Operation]] = {
-    1: lambda stream: _sum(stream, 1, 50),
-    2: lambda stream: _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99),
+    1: lambda stream: _random_sum(stream, 1, 50),
+    2: lambda stream: _random_product(stream, 12) if stream.below(3) == 0 else _random_sum(stream, 10, 99),
     3: _level_3,
     4: _level_4,
     5: _level_5,
 }
 
 
-def _number(stream: Stream, least: int, most: int) -> Fraction:
+def _random_number(stream: Stream, least: int, most: int) -> Fraction:
     return Fraction(least + stream.below(most - least + 1))
 
 
-def _fraction(stream: Stream) -> Fraction:
+def _random_fraction(stream: Stream) -> Fraction:
     """Between 0 and 1, with a denominator up to 12."""
     under = 2 + stream.below(11)
     return Fraction(1 + stream.below(under - 1), under)
 
 
-def _value(term: Term) -> Fraction:
+def _evaluate(term: Term) -> Fraction:
     if isinstance(term, Fraction):
         return term
-    left, right = _value(term.left), _value(term.right)
+    left, right = _evaluate(term.left), _evaluate(term.right)
     match term.sign:
         case "+":
             return left + right
@@ -477,28 +477,28 @@ def _term_text(term: Term) -> str:
     return f"{left} {term.sign} {right}"
 
 
-def _key(term: Term) -> str:
+def _term_key(term: Term) -> str:
     """Text that is the same if summands or factors are swapped."""
     if isinstance(term, Fraction):
         return str(term)
-    operands = [_key(term.left), _key(term.right)]
+    operands = [_term_key(term.left), _term_key(term.right)]
     if term.sign in "+×":
         operands.sort()
     return f"({operands[0]}{term.sign}{operands[1]})"
 
 
-def _steps(term: Term) -> Iterator[str]:
+def _worked_steps(term: Term) -> Iterator[str]:
     """One line for each operation, in the order of evaluation."""
     if isinstance(term, Fraction):
         return
-    yield from _steps(term.left)
-    yield from _steps(term.right)
-    left, right = _value(term.left), _value(term.right)
-    stages = [f"{left} {term.sign} {right}", *_between(term.sign, left, right), str(_value(term))]
+    yield from _worked_steps(term.left)
+    yield from _worked_steps(term.right)
+    left, right = _evaluate(term.left), _evaluate(term.right)
+    stages = [f"{left} {term.sign} {right}", *_intermediate_steps(term.sign, left, right), str(_evaluate(term))]
     yield " = ".join(dict.fromkeys(stages))
 
 
-def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
+def _intermediate_steps(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
     """Intermediate steps between a hard operation and its result."""
     if left.denominator > 1 or right.denominator > 1:
         if sign == "×":

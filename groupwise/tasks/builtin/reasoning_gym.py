@@ -91,22 +91,22 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `answer` (None if the package has none), `dataset` and `entry`."""
-    return _rows(_own(config), "train")
+    return _rows_of_split(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows. They do not depend on the number of validation or training rows."""
-    return _rows(_own(config), "test")
+    return _rows_of_split(_task_config(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows, each with its answer as the completion, without reasoning."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, with completions in the same form."""
-    return [_sft_row(row) for row in _rows(_own(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[Callable[..., list[float]]]:
@@ -197,11 +197,11 @@ def _grader(spec: str) -> Callable[..., Any]:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _rows(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
+def _rows_of_split(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
     """The rows of a split. Earlier splits are made with it, because it must not repeat any of their rows."""
     cached_splits = _cached_splits(task_config.model_dump_json())
     if split not in cached_splits:
@@ -213,7 +213,7 @@ def _rows(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
             "datasets": task_config.model_dump()["datasets"],
         }
         cached_splits.update(_make_splits(json.dumps(request, sort_keys=True), task_config.generation_time_limit))
-    return [_row(task_config, problem) for problem in cached_splits[split]]
+    return [_problem_row(task_config, problem) for problem in cached_splits[split]]
 
 
 @lru_cache(maxsize=4)
@@ -222,7 +222,7 @@ def _cached_splits(config_json: str) -> dict[str, list[dict[str, Any]]]:
     return {}
 
 
-def _row(task_config: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
+def _problem_row(task_config: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
     question = [{"role": "user", "content": problem["question"]}]
     system = [{"role": "system", "content": task_config.system_prompt}] if task_config.system_prompt else []
     return {
@@ -233,7 +233,7 @@ def _row(task_config: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     if row["answer"] is None:
         raise TaskError(
             f"The dataset `{row['dataset']['name']}` of reasoning-gym gives no answers, so there is nothing to imitate. Leave it out "
@@ -248,7 +248,7 @@ def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     if cached.is_file():
         return json.loads(cached.read_text(encoding="utf-8"))
     started = time.monotonic()
-    splits = _make(request, limit)
+    splits = _run_generator(request, limit)
     if time.monotonic() - started > KEPT_ABOVE:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_json(cached, splits)
@@ -265,7 +265,7 @@ def cache_file(request: str) -> Path:
     return cache_folder("reasoning_gym") / f"{digest}.json"
 
 
-def _make(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
+def _run_generator(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """Get the problems from a separate process. Raises TaskError if it returns none."""
     try:
         done = subprocess.run(

@@ -51,7 +51,7 @@ Spec = Mapping[str, Any]
 
 def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
     """The package's dataset object. Raises ValueError for an unknown name, level or parameter."""
-    factory = _package()
+    factory = _import_package()
     name, level = str(spec["name"]), spec["level"]
     if name == "composite":
         raise ValueError(
@@ -73,12 +73,12 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
             )
     options = {**spec["parameters"], "seed": seed, "size": size}
     try:
-        config = kind(**options) if level is None else _of_level(factory, name, level, options)
+        config = kind(**options) if level is None else _config_of_level(factory, name, level, options)
         return factory.DATASETS[name][0](config=config)
-    except (AssertionError, TypeError, ValueError) as refused:
+    except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the dataset `{name}`: {str(refused) or type(refused).__name__}"
-        ) from refused
+            f"the dataset `{name}`: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def entry_as_text(entry: Mapping[str, Any]) -> str:
@@ -86,10 +86,10 @@ def entry_as_text(entry: Mapping[str, Any]) -> str:
     text = repr(_without_numpy(entry))
     try:
         ast.literal_eval(text)
-    except (SyntaxError, ValueError) as refused:
+    except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"an entry holds something that is no plain value: {text:.200}"
-        ) from refused
+        ) from error
     return text
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     os.dup2(2, 1)
     request = json.load(sys.stdin)
     try:
-        answer = {"rows": _rows(request)}
+        answer = {"rows": _rows_by_split(request)}
     except ValueError as problem:
         answer = {"problem": str(problem)}
     with answers:
@@ -120,7 +120,7 @@ def main() -> None:
 # --- making problems -----------------------------------------------------------------------------
 
 
-def _rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _rows_by_split(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each split, in a random order if they come from several datasets."""
     seen: set[str] = set()
     seed, datasets, sizes = request["seed"], request["datasets"], request["sizes"]
@@ -130,7 +130,7 @@ def _rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         split_rows = [
             row
             for source, (spec, count) in enumerate(zip(datasets, counts, strict=True))
-            for row in _fresh(spec, source, _first_seed(seed, source, split), count, seen)
+            for row in _new_rows(spec, source, _first_seed(seed, source, split), count, seen)
         ]
         is_mixture = len(datasets) > 1
         order = Stream("reasoning_gym", seed, split)
@@ -143,8 +143,8 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
-    for place in by_remainder[: total - sum(counts)]:
-        counts[place] += 1
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
     return counts
 
 
@@ -153,17 +153,17 @@ def _first_seed(seed: int, source: int, split: str) -> int:
     return start + SPLITS.index(split) * SEEDS_PER_SPLIT
 
 
-def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
+def _new_rows(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
     """Makes `count` problems whose question is not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         previous_count, failure = len(rows), None
-        for entry in _block(spec, first):
+        for entry in _entries_of_block(spec, first):
             if isinstance(entry, Exception):
                 failure = entry
             elif entry["question"] not in seen:
                 seen.add(entry["question"])
-                rows.append(_row(spec, source, entry))
+                rows.append(_entry_row(spec, source, entry))
                 if len(rows) == count:
                     break
         if len(rows) == previous_count:
@@ -180,7 +180,7 @@ def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> l
     return rows
 
 
-def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
+def _entries_of_block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
     """The entries of a block, each with `gold`: a correct answer as text, or None.
 
     An entry that could not be made, or whose own answer is wrong, is replaced by the exception that explains why.
@@ -211,7 +211,7 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
             yield error
 
 
-def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
+def _entry_row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
     gold = entry.pop("gold")
     return {
         "source": source,
@@ -239,7 +239,7 @@ def _without_numpy(value: Any) -> Any:
 # --- the package ---------------------------------------------------------------------------------
 
 
-def _package() -> Any:
+def _import_package() -> Any:
     """The package's module of datasets and curricula by name. Raises ValueError if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a dependency warns when it is compiled
@@ -253,7 +253,7 @@ def _package() -> Any:
     return cast("Any", factory)
 
 
-def _of_level(factory: Any, name: str, level: int, options: Mapping[str, Any]) -> Any:
+def _config_of_level(factory: Any, name: str, level: int, options: Mapping[str, Any]) -> Any:
     """The configuration of the dataset's curriculum for a level; `given` parameters override it."""
     if name not in factory.CURRICULA:
         raise ValueError("it has no levels; give parameters instead")

@@ -107,25 +107,25 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `question`, `rubric`, `reference` and, if the source has it, `score`."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     if task_config.rubric_in_prompt:
         warnings.warn(WARNING, UserWarning, stacklevel=2)
-    return _splits(task_config).train
+    return _make_splits(task_config).train
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _splits(_own(config)).test
+    return _make_splits(_task_config(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with the reference as completion."""
-    return _sft_rows(_splits(_own(config)).train)
+    return _with_completions(_make_splits(_task_config(config)).train)
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with the reference as completion."""
-    return _sft_rows(_splits(_own(config)).validation)
+    return _with_completions(_make_splits(_task_config(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -185,11 +185,11 @@ def _parse_rubric(text: str) -> list[Any] | None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _splits(task_config: TaskConfig) -> Splits:
+def _make_splits(task_config: TaskConfig) -> Splits:
     """Splits the source. Test and validation come first, so they do not depend on the number of training rows."""
     source_rows = read_source(
         task_config.source or str(INCLUDED),
@@ -202,7 +202,7 @@ def _splits(task_config: TaskConfig) -> Splits:
     if len(rows) < held_out + (train_size or 1):
         requested = "what is left" if train_size is None else f"train_size {train_size}"
         raise TaskError(
-            f"{_name(task_config)} has {len(rows)} usable questions, too few for eval_size {task_config.eval_size}, validation_size "
+            f"{_source_name(task_config)} has {len(rows)} usable questions, too few for eval_size {task_config.eval_size}, validation_size "
             f"{task_config.validation_size} and {requested} to train on. Make the splits smaller, or name a larger source."
         )
     shuffled = Stream("rubric_answers", task_config.seed).sample(rows, len(rows))
@@ -214,24 +214,24 @@ def rows_of(
     source_rows: Sequence[Mapping[str, Any]], task_config: TaskConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The usable rows of a source, each question once, and counts of the other rows by reason."""
-    names = _names(task_config, dict.fromkeys(name for row in source_rows for name in row))
+    names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
     return usable(
         source_rows,
         lambda row: row_of(task_config, {column: row.get(source_column) for column, source_column in names.items()}),
         lambda row: question_key(row["question"]),
-        source=_name(task_config),
+        source=_source_name(task_config),
         strict=task_config.strict,
         remedy="task.columns says which of them are question, rubric and reference.",
     )
 
 
-def _names(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, str]:
+def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, str]:
     """The source's name for each of our columns."""
     for column, source_column in task_config.columns.items():
         if column not in COLUMNS:
             raise TaskError(f"task.columns: {column!r} is none of {', '.join(COLUMNS)}.")
         if source_column not in available:
-            raise TaskError(f"task.columns: {_name(task_config)} has no column {source_column!r}. {_has(available)}")
+            raise TaskError(f"task.columns: {_source_name(task_config)} has no column {source_column!r}. {_columns_text(available)}")
     names = {
         column: next((name for name in aliases if name in available), None)
         for column, aliases in COLUMNS.items()
@@ -239,7 +239,7 @@ def _names(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, s
     for column, source_column in names.items():
         if source_column is None and column not in OPTIONAL:
             raise TaskError(
-                f"{_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. {_has(available)} Name it: "
+                f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. {_columns_text(available)} Name it: "
                 f"task.columns.{column}=NAME"
             )
     return {column: source_column for column, source_column in names.items() if source_column is not None}
@@ -247,8 +247,8 @@ def _names(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, s
 
 def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:
     """The row made of a source row: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
-    question = _text_of(cells["question"], "question", "user")
-    reference = _text_of(cells["reference"], "reference", "assistant")
+    question = _text_of_cell(cells["question"], "question", "user")
+    reference = _text_of_cell(cells["reference"], "reference", "assistant")
     if cells["rubric"] is None:
         raise Unusable("the rubric is missing")
     try:
@@ -272,7 +272,7 @@ def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _text_of(value: Any, name: str, role: str) -> str:
+def _text_of_cell(value: Any, name: str, role: str) -> str:
     """The text, or the text of the last message with this role."""
     if value is None:
         raise Unusable(f"the {name} is missing")
@@ -288,13 +288,13 @@ def _text_of(value: Any, name: str, role: str) -> str:
     raise Unusable(f"the {name} is neither text nor messages of which one has the role {role}")
 
 
-def _sft_rows(rows: Rows) -> Rows:
+def _with_completions(rows: Rows) -> Rows:
     return Rows([{**row, "completion": row["reference"]} for row in rows], rows.account)
 
 
-def _name(task_config: TaskConfig) -> str:
+def _source_name(task_config: TaskConfig) -> str:
     return f"The source {task_config.source!r}" if task_config.source else "The included source"
 
 
-def _has(columns: Mapping[str, Any]) -> str:
+def _columns_text(columns: Mapping[str, Any]) -> str:
     return f"It has: {', '.join(columns)}."

@@ -87,7 +87,7 @@ class TaskConfig(Strict):
     seed: int = setting(0, "Of the boards; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_move_range(self) -> TaskConfig:
         if self.min_moves > self.max_moves:
             raise ValueError("min_moves is greater than max_moves")
         return self
@@ -132,27 +132,27 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples: `board`, `size`, `moves` (the fewest) and `answer` (every solution with that many moves)."""
-    return _split(_own(config), "train")
+    return _rows_of_split(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on the sizes of the other splits."""
-    return _split(_own(config), "eval")
+    return _rows_of_split(_task_config(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training examples with a best solution as completion."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples with a best solution as completion."""
-    return [_sft_row(row) for row in _split(_own(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
     """The reward that the config selects; the other one has weight 0 and is only recorded."""
-    trained = _own(config).reward
+    trained = _task_config(config).reward
     functions = [
         {"name": f"rush_solution_{kind}", "weight": float(kind == trained)}
         for kind in ("shaped", "exact")
@@ -194,25 +194,25 @@ def compute_metrics(
 # --- examples ------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(dict(section))
 
 
-def _split(task_config: TaskConfig, split_name: str) -> list[dict[str, Any]]:
+def _rows_of_split(task_config: TaskConfig, split_name: str) -> list[dict[str, Any]]:
     """The rows of one split. Unused boards of a layout are not given to another split."""
     sizes = {"eval": task_config.eval_size, "validation": task_config.validation_size, "train": task_config.train_size}
     layouts = _boards_of_layouts(task_config)
     for split, size in sizes.items():
         boards = islice((solved_board for layout in layouts for solved_board in layout), size)
         if split == split_name:
-            return [_row(task_config, *solved_board) for solved_board in boards]
+            return [_board_row(task_config, *solved_board) for solved_board in boards]
         for _ in boards:
             pass
     raise AssertionError(split_name)
 
 
-def _row(task_config: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
+def _board_row(task_config: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
     moves = len(solutions[0])
     lines = [f"Board ({task_config.size} rows of {task_config.size} cells):", *map(" ".join, board.rows)]
     if task_config.show_optimum:
@@ -243,7 +243,7 @@ def possible_moves(board: Board) -> list[Move]:
     return [move for move in candidates if play(board, (move,)).legal]
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": f"<answer>{row['answer'][0]}</answer>"}
 
 
@@ -257,7 +257,7 @@ def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tu
     count, misses = 0, 0
     while misses < MAX_MISSES_IN_A_ROW:
         layout, start = draw_layout(stream, task_config.size, task_config.max_walls)
-        key = layout.walls, tuple(sorted(layout.cars, key=_by_line))
+        key = layout.walls, tuple(sorted(layout.cars, key=_line_key))
         boards = [] if key in seen else _boards(task_config, stream, layout, start)
         seen.add(key)
         count, misses = count + len(boards), 0 if boards else misses + 1
@@ -270,7 +270,7 @@ def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tu
     )
 
 
-def _by_line(car: Car) -> tuple[bool, int]:
+def _line_key(car: Car) -> tuple[bool, int]:
     """Sort key: cars of one line keep their order, as `draw_layout` returns it."""
     return car.horizontal, car.line
 
@@ -301,17 +301,17 @@ def _with_solutions(
 ) -> tuple[Board, tuple[Moves, ...]]:
     """The board as drawn, with its best solutions, each verified by playing it."""
     # The letters of the cars: A, then in order of appearance, row by row.
-    firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
+    firsts = [layout.masks[car][_position_of(state, car)] for car in range(len(layout.cars))]
     order = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
     letters = {0: LEAVING} | dict(zip(order, LETTERS[1:], strict=False))
     names = [letters[car] for car in range(len(firsts))]
     cells = [WALL if layout.walls >> cell & 1 else EMPTY for cell in range(layout.size**2)]
     for number, name in enumerate(names):
-        mask = layout.masks[number][_place(state, number)]
+        mask = layout.masks[number][_position_of(state, number)]
         cells = [name if mask >> cell & 1 else sign for cell, sign in enumerate(cells)]
     board = board_of("".join(cells), layout.size)
     solutions = tuple(
-        tuple(_move(layout, names, *step) for step in path) for path in _paths(solved, state)
+        tuple(_move_between(layout, names, *step) for step in path) for path in _shortest_paths(solved, state)
     )
     return solvable(board, solutions), solutions
 
@@ -342,10 +342,10 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
             occupied |= mask
             cars.append(car)
             positions.append(position)
-    return _layout(size, cars, positions, walls)
+    return _make_layout(size, cars, positions, walls)
 
 
-def _layout(
+def _make_layout(
     size: int, cars: Sequence[Car], positions: Sequence[int], walls: int
 ) -> tuple[Layout, State]:
     """Layout and state; the cars after A are sorted by position."""
@@ -366,7 +366,7 @@ def _mask(size: int, car: Car, position: int) -> int:
     return sum(1 << row * size + car.line for row in span)
 
 
-def _place(state: State, car: int) -> int:
+def _position_of(state: State, car: int) -> int:
     return state >> 3 * car & 7
 
 
@@ -375,11 +375,11 @@ def _place(state: State, car: int) -> int:
 
 def solve(layout: Layout, start: State) -> Solved | None:
     """All states reachable from `start`, with their distances; None if there are too many."""
-    graph = _reachable(layout, start)
+    graph = _state_graph(layout, start)
     if graph is None:
         return None
     at_the_edge = layout.size - layout.cars[0].length
-    distance = {state: 0 for state in graph if _place(state, 0) == at_the_edge}
+    distance = {state: 0 for state in graph if _position_of(state, 0) == at_the_edge}
     path_counts = dict.fromkeys(distance, 1)
     queue = list(distance)
     for state in queue:  # grows while it is read: nearest states first
@@ -393,12 +393,12 @@ def solve(layout: Layout, start: State) -> Solved | None:
     return Solved(graph, distance, path_counts)
 
 
-def _reachable(layout: Layout, start: State) -> Graph | None:
+def _state_graph(layout: Layout, start: State) -> Graph | None:
     """Each reachable state with its neighbours, one move away; None if there are more than `MOST_STATES`."""
     cars = [(3 * car, masks, len(masks)) for car, masks in enumerate(layout.masks)]
     cells = layout.walls
     for car, masks in enumerate(layout.masks):
-        cells |= masks[_place(start, car)]
+        cells |= masks[_position_of(start, car)]
     graph: Graph = {start: []}
     queue = [(start, cells)]
     for state, occupied in queue:  # grows while it is read
@@ -420,7 +420,7 @@ def _reachable(layout: Layout, start: State) -> Graph | None:
     return graph
 
 
-def _paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
+def _shortest_paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
     """Every shortest path to a solved state, as steps from state to state."""
     nearer = solved.distance[state] - 1
     if nearer < 0:
@@ -428,13 +428,13 @@ def _paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
         return
     for next_state in solved.graph[state]:
         if solved.distance[next_state] == nearer:
-            for rest in _paths(solved, next_state):
+            for rest in _shortest_paths(solved, next_state):
                 yield [(state, next_state), *rest]
 
 
-def _move(layout: Layout, names: Sequence[str], before: State, after: State) -> Move:
+def _move_between(layout: Layout, names: Sequence[str], before: State, after: State) -> Move:
     """The move that leads from one state to the next."""
-    car = next(i for i in range(len(names)) if _place(before, i) != _place(after, i))
-    cells = _place(after, car) - _place(before, car)
+    car = next(i for i in range(len(names)) if _position_of(before, i) != _position_of(after, i))
+    cells = _position_of(after, car) - _position_of(before, car)
     backward, forward = "<>" if layout.cars[car].horizontal else "^v"
     return Move(names[car], forward if cells > 0 else backward, abs(cells))

@@ -94,7 +94,7 @@ class TaskConfig(Strict):
     seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_history_range(self) -> TaskConfig:
         if self.min_history > self.max_history:
             raise ValueError("min_history is greater than max_history")
         return self
@@ -107,30 +107,30 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `guesses`, `feedback`, `secret` and `gold_completion`."""
-    task_config = _own(config)
-    return _rows(task_config, "train", task_config.train_size)
+    task_config = _task_config(config)
+    return _turn_rows(task_config, "train", task_config.train_size)
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows."""
-    task_config = _own(config)
-    return _rows(task_config, "test", task_config.eval_size)
+    task_config = _task_config(config)
+    return _turn_rows(task_config, "test", task_config.eval_size)
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with a solver's completion: a word that all marks allow, with the reasoning."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows with a solver's completion."""
-    task_config = _own(config)
-    return [_sft_row(row) for row in _rows(task_config, "validation", task_config.validation_size)]
+    task_config = _task_config(config)
+    return [_with_completion(row) for row in _turn_rows(task_config, "validation", task_config.validation_size)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     weights = task_config.weights.model_dump()
     parts = [(Part(name, of, real), weights[name]) for name, of in PARTS.items()]
@@ -145,7 +145,7 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of completions with a guess, with a real word, with one that all marks allow, and with the secret itself."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     verdicts = [
         judge_guess(completion_text(completion), row["guesses"], row["feedback"], real)
@@ -270,7 +270,7 @@ def _overlong_length(task_config: TaskConfig, config: Any) -> int | None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(View(section).to_dict())
 
@@ -311,7 +311,7 @@ class Turn:
         }
 
 
-def _rows(task_config: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
+def _turn_rows(task_config: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """The first `size` rows of a split, no two with the same prompt; a larger size starts with the same rows."""
     words = tuple(words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed))
     turns = _draw_turns(words, split, task_config.seed, task_config.min_history, task_config.max_history, task_config.choices, size)
@@ -333,7 +333,7 @@ def _draw_turns(
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
     while len(rows) < size:
-        turn = _turn(words, stream, least, most, choices)
+        turn = _draw_turn(words, stream, least, most, choices)
         key = (turn.guesses, turn.marks)
         vain = vain + 1 if key in rows else 0
         rows.setdefault(key, turn)
@@ -345,7 +345,7 @@ def _draw_turns(
     return tuple(rows.values())
 
 
-def _turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None) -> Turn:
+def _draw_turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None) -> Turn:
     secret = words[stream.below(len(words))]
     turns = least + stream.below(most - least + 1)
     guesses: list[str] = []
@@ -383,5 +383,5 @@ def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
     return [*words[begin:], *words[:begin]]
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["gold_completion"]}

@@ -87,38 +87,38 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """A row for each secret, with the columns `secret` and `gold_completion` (the winning guess)."""
-    return _rows(_own(config), "train")
+    return _game_rows(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The same for the secrets of the test split."""
-    return _rows(_own(config), "test")
+    return _game_rows(_task_config(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with games that a solver won."""
-    return _sft_rows(_own(config), "train")
+    return _rows_with_games(_task_config(config), "train")
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Such games for the secrets of the validation split."""
-    return _sft_rows(_own(config), "validation")
+    return _rows_with_games(_task_config(config), "validation")
 
 
 def get_environment(config: Any) -> Callable[[], Game]:
     """A factory of games."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     return partial(Game, real, task_config.guesses)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     weights = task_config.weights.model_dump()
     measures: dict[str, Callable[[Played], float]] = {"won": lambda game: float(game.won)}
-    measures |= {name: _on_average(of) for name, of in PARTS.items()}
+    measures |= {name: _average_over_turns(of) for name, of in PARTS.items()}
     return [(Part(name, of, real, task_config.guesses), weights[name]) for name, of in measures.items()]
 
 
@@ -130,7 +130,7 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Share of the games won, guesses needed (a lost game counts as the limit + 1), and shares of all turns."""
-    task_config = _own(config)
+    task_config = _task_config(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     games = [
         play_messages(completion, row["secret"], real, task_config.guesses)
@@ -180,7 +180,7 @@ class Game:
         """Mark a guess."""
         verdict = judge_guess(completion, self.guesses, self.marks, self.real, self.unmarked)
         self.verdicts.append(verdict)
-        return Step(self._reply(verdict), done=self.over)
+        return Step(self._reply_to(verdict), done=self.over)
 
     @property
     def won(self) -> bool:
@@ -192,7 +192,7 @@ class Game:
         """True if nothing more can be guessed."""
         return self.won or len(self.verdicts) == self.limit
 
-    def _reply(self, verdict: Verdict) -> str:
+    def _reply_to(self, verdict: Verdict) -> str:
         """The environment's reply to the turn that was just judged."""
         remaining = guesses_left(self.limit - len(self.verdicts))
         if verdict.guess is None:
@@ -259,19 +259,19 @@ class Part:
         ]
 
 
-def _on_average(of: Callable[[Verdict], float]) -> Callable[[Played], float]:
+def _average_over_turns(of: Callable[[Verdict], float]) -> Callable[[Played], float]:
     return lambda game: fmean(map(of, game.verdicts)) if game.verdicts else 0.0
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(View(section).to_dict())
 
 
-def _rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _game_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     nothing = Knowledge.of([], [])
     size = task_config.train_size if split == "train" else None
     words = words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed)
@@ -294,7 +294,7 @@ def _rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     return rows
 
 
-def _sft_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _rows_with_games(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     """The rows of a split, each with a game in which every guess is a word of that split that all marks allow."""
     words = words_of(task_config.secrets, task_config.dictionary)
     pool, stream = words.of(split, task_config.seed), Stream("wordle games", split, task_config.seed)
@@ -308,7 +308,7 @@ def _sft_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
                 stream,
             ),
         }
-        for row in _rows(task_config, split)
+        for row in _game_rows(task_config, split)
     ]
 
 

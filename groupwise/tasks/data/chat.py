@@ -93,14 +93,14 @@ def with_prompts(
     `unscorable` gets a row without its prompt and returns the reason why the rewards cannot score it, or None.
     """
 
-    def made(row: Row, changes: list[str]) -> Row:
-        prompt = _prompt(row.get("prompt"), row, options, changes)
+    def prepare_row(row: Row, changes: list[str]) -> Row:
+        prompt = _make_prompt(row.get("prompt"), row, options, changes)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         if reason := unscorable(columns):
             raise Unusable(reason)
         return {**row, "prompt": prompt}
 
-    return _make_rows(rows, made, ("prompt",), options, where, strict=strict)
+    return _make_rows(rows, prepare_row, ("prompt",), options, where, strict=strict)
 
 
 def prepare_rows(
@@ -108,16 +108,16 @@ def prepare_rows(
 ) -> Rows:
     """The rows made by a step, which raises Unusable for rows to be left out. Raises TaskError like `with_prompts`."""
 
-    def made(row: Row, changes: list[str]) -> Row:
+    def prepare_row(row: Row, changes: list[str]) -> Row:
         return step(row)
 
-    return _make_rows(rows, made, (), PromptWay(), where, strict=strict)
+    return _make_rows(rows, prepare_row, (), PromptWay(), where, strict=strict)
 
 
 def with_teacher(rows: Sequence[Row], options: PromptWay, where: str, *, strict: bool) -> Rows:
     """The rows of a teacher with their chats completed: `messages`, or `prompt` with `completion`; other rows are unchanged."""
 
-    def made(row: Row, changes: list[str]) -> Row:
+    def prepare_row(row: Row, changes: list[str]) -> Row:
         row = named_messages(row)
         if row.get("messages") is not None:
             value = row["messages"]
@@ -131,7 +131,7 @@ def with_teacher(rows: Sequence[Row], options: PromptWay, where: str, *, strict:
             return row
         if row.get("completion") in (None, "", []):
             raise Unusable("the completion is empty")
-        return {**row, "prompt": _prompt(row.get("prompt"), row, options, changes)}
+        return {**row, "prompt": _make_prompt(row.get("prompt"), row, options, changes)}
 
     lessons = [name for name in LESSONS if any(row.get(name) is not None for row in rows)]
     if options.system_prompt and not {"messages", "prompt"} & set(lessons):
@@ -139,7 +139,7 @@ def with_teacher(rows: Sequence[Row], options: PromptWay, where: str, *, strict:
             f"{where}: data.system_prompt has no effect, because no row has a chat (`messages`, or `prompt` with `completion`). It has: "
             f"{', '.join(rows[0]) if rows else 'no rows'}. Leave the key out."
         )
-    return _make_rows(rows, made, LESSONS, options, where, strict=strict)
+    return _make_rows(rows, prepare_row, LESSONS, options, where, strict=strict)
 
 
 def _make_rows(
@@ -178,7 +178,7 @@ def _make_rows(
         verdict = "cannot be used, and data.strict is true" if refuse else "can be used"
         headline = f"{count} of {total} rows {verdict}" if refuse else f"none of {total} rows {verdict}"
         lines = [
-            f"  {len(indices)} × {reason} ({_places(indices)})" for reason, indices in unusable.items()
+            f"  {len(indices)} × {reason} ({_row_numbers_text(indices)})" for reason, indices in unusable.items()
         ]
         remedy = (
             "Mend them, or set data.strict to false to leave them out."
@@ -196,7 +196,7 @@ def key_of(row: Row, columns: Sequence[str]) -> str:
     return json.dumps(values or row, sort_keys=True, default=str)
 
 
-def _places(indices: Sequence[int]) -> str:
+def _row_numbers_text(indices: Sequence[int]) -> str:
     text = ", ".join(map(str, indices[:MOST_PLACES]))
     ellipsis = " …" if len(indices) > MOST_PLACES else ""
     return f"row{'s' if len(indices) > 1 else ''} {text}{ellipsis}"
@@ -205,7 +205,7 @@ def _places(indices: Sequence[int]) -> str:
 # --- one prompt ----------------------------------------------------------------------------------
 
 
-def _prompt(value: Any, row: Row, options: PromptWay, changes: list[str]) -> Prompt:
+def _make_prompt(value: Any, row: Row, options: PromptWay, changes: list[str]) -> Prompt:
     if value is None:
         raise Unusable("there is no prompt")
     prompt = prompt_of(value)

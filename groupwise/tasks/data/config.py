@@ -79,12 +79,12 @@ def _readable(entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]
     refuse(
         f"set {number}: {problem}."
         for number, entry in enumerate(entries)
-        for problem in _problems(entry)
+        for problem in _entry_problems(entry)
     )
     return entries
 
 
-def _problems(value: dict[str, Any]) -> Iterator[str]:
+def _entry_problems(value: dict[str, Any]) -> Iterator[str]:
     try:
         entry = mixture_entry(value)
     except ValidationError as error:

@@ -114,7 +114,7 @@ class _Walk:
         self.above[name] = len(self.above)
         count_before = self.dependent
         try:
-            content = self._content(value, kind)
+            content = self._describe_content(value, kind)
         except _TangledError:
             raise
         except Exception:  # noqa: BLE001 — the code of any class may run here
@@ -125,13 +125,13 @@ class _Walk:
             self.known[name] = content
         return content
 
-    def _content(self, value: Any, kind: Any) -> Any:
+    def _describe_content(self, value: Any, kind: Any) -> Any:
         if issubclass(kind, Enum):
             return self._object(kind, {"name": value.name, "value": value.value})
         if issubclass(kind, list | tuple):
             return [self.tell(entry) for entry in value]
         if issubclass(kind, Mapping):
-            return self._pairs(value)
+            return self._describe_pairs(value)
         if issubclass(kind, AbstractSet):
             return {"set": sorted((self.tell(entry) for entry in value), key=dumps)}
         if issubclass(kind, bytes | bytearray | memoryview):
@@ -140,22 +140,22 @@ class _Walk:
             return self.tell(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
             return _unsupported_part(_qualified_name(value))
-        return self._object(kind, _parts(value, kind))
+        return self._object(kind, _parts_of_value(value, kind))
 
     def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
         if parts is None:
             return _unsupported_part(f"objects of {_qualified_name(kind)}")
-        return {"object": [_qualified_name(kind), self._pairs(parts)]}
+        return {"object": [_qualified_name(kind), self._describe_pairs(parts)]}
 
-    def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
+    def _describe_pairs(self, mapping: Mapping[Any, Any]) -> Any:
         """Pairs with text keys first, then others, each in an order that does not depend on hashes."""
         pairs = [[self.tell(key), self.tell(value)] for key, value in mapping.items()]
-        text_pairs = sorted((pair for pair in pairs if isinstance(pair[0], str)), key=_first)
+        text_pairs = sorted((pair for pair in pairs if isinstance(pair[0], str)), key=_pair_key)
         other_pairs = sorted((pair for pair in pairs if not isinstance(pair[0], str)), key=dumps)
         return {"dict": text_pairs + other_pairs}
 
 
-def _first(pair: list[Any]) -> Any:
+def _pair_key(pair: list[Any]) -> Any:
     return pair[0]
 
 
@@ -170,7 +170,7 @@ def _is_array(kind: Any) -> bool:
     return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
 
 
-def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
+def _parts_of_value(value: Any, kind: Any) -> dict[str, Any] | None:
     """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
         # Reads `__dict__` directly: attribute access may warn about deprecated fields, and `__iter__` may be redefined.
@@ -201,7 +201,7 @@ def _set_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _text(value: Any) -> dict[str, Any]:
+def _text_parts(value: Any) -> dict[str, Any]:
     return {"text": str(value)}
 
 
@@ -221,13 +221,13 @@ PARTS: dict[type, Callable[[Any], dict[str, Any]]] = {
     complex: _attributes("real", "imag"),
     range: _attributes("start", "stop", "step"),
     slice: _attributes("start", "stop", "step"),
-    Decimal: _text,
+    Decimal: _text_parts,
     Fraction: _attributes("numerator", "denominator"),
-    UUID: _text,
-    PurePosixPath: _text,
-    PosixPath: _text,
-    PureWindowsPath: _text,
-    WindowsPath: _text,
+    UUID: _text_parts,
+    PurePosixPath: _text_parts,
+    PosixPath: _text_parts,
+    PureWindowsPath: _text_parts,
+    WindowsPath: _text_parts,
     date: _date,
     datetime: _moment,
     time: _moment,

@@ -35,7 +35,7 @@ def examples_from_rows(
     length of the run.
     """
     row_columns = read_rows(rows, where=where, limit=limit, limited_by=limited_by, holding=_PROMPT)
-    return [_example(index, columns, where) for index, columns in enumerate(row_columns)]
+    return [_make_example(index, columns, where) for index, columns in enumerate(row_columns)]
 
 
 def read_rows(
@@ -48,7 +48,7 @@ def read_rows(
     expected = _EXPECTED.format(holding)
     endless = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
     if endless and limit is None:
-        kind = _kind(cast("object", rows)).__name__
+        kind = _type_of(cast("object", rows)).__name__
         raise TaskError(
             f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
             f"Set {limited_by}, or return a list."
@@ -56,7 +56,7 @@ def read_rows(
     stream = _iterate_rows(cast("object", rows), where, limit, expected)
     if (numbers := row_numbers(rows)) is not None:
         stream = map(NumberedRow, stream, numbers)
-    row_columns = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
+    row_columns = [_check_columns(index, row, where, expected) for index, row in enumerate(stream)]
     if not row_columns:
         raise TaskError(f"{where} returned an empty dataset. {expected}.")
     return row_columns
@@ -102,7 +102,7 @@ def _iterate_rows(rows: object, where: str, limit: int | None, expected: str) ->
     return iter(stream) if hasattr(stream, "__len__") else islice(stream, limit)
 
 
-def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
+def _check_columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         hint = " Of a pandas table, return `table.to_dict('records')`." if index == 0 else ""
         raise TaskError(f"{where}: row {index} is {type(row).__name__}. {expected}.{hint}")
@@ -111,7 +111,7 @@ def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     for name, value in columns.items():
         # Tokenizers, files and databases reject text with unpaired surrogates.
         location = f"{where}: row {number_of(mapping, index)}, column `{name}`"
-        for text in _texts(value):
+        for text in _iterate_texts(value):
             if not text.isascii() and (safe_text := printable(text)) != text:
                 raise TaskError(
                     f"{location}: the text {safe_text[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
@@ -121,7 +121,7 @@ def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     return like(mapping, columns)
 
 
-def _example(index: int, columns: dict[str, Any], where: str) -> Example:
+def _make_example(index: int, columns: dict[str, Any], where: str) -> Example:
     location = f"{where}: row {number_of(columns, index)}"
     if "prompt" not in columns:
         names = ", ".join(columns) or "none"
@@ -132,7 +132,7 @@ def _example(index: int, columns: dict[str, Any], where: str) -> Example:
     return Example(index, checked_prompt(columns.pop("prompt"), location), columns)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     """Yields every text in lists and dicts. Each container is visited once, because it may contain itself."""
     waiting = [value]
     # Maps ids to the objects themselves, which keeps them alive: the id of a freed object could be reused.
@@ -143,10 +143,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield entry
         elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in visited:
             visited[id(entry)] = entry
-            waiting.extend(reversed(_inside(entry)))
+            waiting.extend(reversed(_items_of(entry)))
 
 
-def _inside(value: Any) -> list[Any]:
+def _items_of(value: Any) -> list[Any]:
     try:
         if issubclass(type(value), Mapping):
             return [item for pair in value.items() for item in pair]
@@ -162,10 +162,10 @@ def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
     except Unusable as reason:
         message_number = "" if reason.message is None else f", message {reason.message}"
         raise TaskError(
-            f"{where}{message_number}: `{name}` cannot be used: {reason}. It is of type {_kind(value).__name__}: {value!r:.80}. Expected text, or "
+            f"{where}{message_number}: `{name}` cannot be used: {reason}. It is of type {_type_of(value).__name__}: {value!r:.80}. Expected text, or "
             'a list of chat messages such as [{"role": "user", "content": "..."}].'
         ) from reason
 
 
-def _kind(value: object) -> type[object]:
+def _type_of(value: object) -> type[object]:
     return type(value)

@@ -42,7 +42,7 @@ def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable =
     """The rows to train on; with `teacher` as lessons, otherwise as prompts that can be scored. Raises TaskError."""
     parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
-        parts, _ = _split(parts, data)
+        parts, _ = _split_parts(parts, data)
     return with_same_columns(parts, data.mixture_columns), account
 
 
@@ -52,7 +52,7 @@ def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = sco
         parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
         return with_same_columns(parts, data.mixture_columns), account
     parts, _ = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
-    parts = _split(parts, data)[1] if parts else []
+    parts = _split_parts(parts, data)[1] if parts else []
     return with_same_columns(parts, data.mixture_columns), Account()
 
 
@@ -77,8 +77,8 @@ def as_prompts(
     data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
 ) -> Rows:
     """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
-    processed = _through(_pipeline(data, teacher=False), rows, where, data)
-    prompts = with_prompts(processed, _way(data), where, strict=data.strict, unscorable=unscorable)
+    processed = _apply_pipeline(_pipeline(data, teacher=False), rows, where, data)
+    prompts = with_prompts(processed, _prompt_options(data), where, strict=data.strict, unscorable=unscorable)
     return Rows(prompts, processed.account + prompts.account)
 
 
@@ -87,7 +87,7 @@ def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
     return None if name is None else find_pipeline(name, teacher=teacher)
 
 
-def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
+def _apply_pipeline(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
     """The rows after the pipeline; unchanged without one."""
     return (
         Rows(rows, Account())
@@ -100,7 +100,7 @@ def _split_for_training(data: DatasetConfig, entry: MixtureEntry) -> str:
     return entry.split or data.dataset_split
 
 
-def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
+def _split_parts(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
     assert data.test_split_size is not None
     return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
 
@@ -120,12 +120,12 @@ def _parts_of_split(
         if entry.source is None or split is None:
             continue
         where = place_of(data, number)
-        source_rows = _rows(data, entry, split, where, step, teacher=teacher)
+        source_rows = _read_entry(data, entry, split, where, step, teacher=teacher)
         if teacher:
-            rows = with_teacher(source_rows, _way(data), where, strict=data.strict)
+            rows = with_teacher(source_rows, _prompt_options(data), where, strict=data.strict)
         else:
-            why = partial(_why_not, unscorable, entry)
-            rows = with_prompts(source_rows, _way(data), where, strict=data.strict, unscorable=why)
+            why = partial(_unscorable_reason, unscorable, entry)
+            rows = with_prompts(source_rows, _prompt_options(data), where, strict=data.strict, unscorable=why)
         whole_account = source_rows.account + rows.account
         account += whole_account if data.dataset_mixture is None else whole_account.under(where)
         labelled_rows = [with_label(row, entry, entry.label) for row in rows]
@@ -134,11 +134,11 @@ def _parts_of_split(
     return parts, account
 
 
-def _why_not(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
+def _unscorable_reason(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
     return unscorable(with_label(row, entry, entry.label))
 
 
-def _rows(
+def _read_entry(
     data: DatasetConfig,
     entry: MixtureEntry,
     split: str,
@@ -158,13 +158,13 @@ def _rows(
         revision=entry.revision,
     )
     needs_prompts = not teacher and not (step and step.may_make_prompts)
-    if needs_prompts and "prompt" not in (columns := _columns(rows)):
+    if needs_prompts and "prompt" not in (columns := _column_names(rows)):
         raise TaskError(
             f"{where} has no column 'prompt'. It has: {', '.join(columns)}. Say in data.prompt_column which of them holds the prompt, or "
             "in `columns` of the set."
         )
-    processed = _through(step, rows, where, data)
-    available = _columns(processed)
+    processed = _apply_pipeline(step, rows, where, data)
+    available = _column_names(processed)
     for name in data.prompt_lines:
         if name not in available:
             raise TaskError(no_column(where, name, available, " in data.prompt_lines"))
@@ -175,11 +175,11 @@ def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> di
     return {**data.renamed_columns("completion" if teacher else "answer"), **entry.columns}
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _column_names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _way(data: DatasetConfig) -> PromptWay:
+def _prompt_options(data: DatasetConfig) -> PromptWay:
     return PromptWay(
         format=data.prompt_format or ("chat" if data.system_prompt else "text"),
         system_prompt=data.system_prompt,

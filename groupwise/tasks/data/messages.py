@@ -140,7 +140,7 @@ def message_of(value: Any) -> Message:
             return message
     elif message["role"] == "system":
         message.setdefault("content", "")  # an empty text, too, replaces a template's default
-    return {**message, "content": _text(message.get("content"))}
+    return {**message, "content": _text_content(message.get("content"))}
 
 
 def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,19 +172,19 @@ def _of_json(text: str) -> Any:
     return text
 
 
-def _text(content: Any) -> str:
+def _text_content(content: Any) -> str:
     """True for text, or a list of parts that are all text."""
     if isinstance(content, Mapping):
         content = [content]
     if isinstance(content, list | tuple):
-        parts = [_part(part) for part in cast("Sequence[Any]", content)]
+        parts = [_text_of_part(part) for part in cast("Sequence[Any]", content)]
         content = "".join(parts)
     if not isinstance(content, str):
         raise Unusable("a message has no text under `content`")
     return content
 
 
-def _part(part: Any) -> str:
+def _text_of_part(part: Any) -> str:
     if isinstance(part, str):
         return part
     fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})

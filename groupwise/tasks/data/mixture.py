@@ -45,8 +45,8 @@ def split(
         count = min(max(round(share * len(keys)) - held_out_count, 0), len(new_keys))
         sampled = set(Stream("held out", seed, part.name).sample(new_keys, count))
         held_out |= {row_key: row_key in sampled for row_key in new_keys}
-    train = [_those(part, lambda row: not held_out[key(row)]) for part in parts]
-    test = [_those(part, lambda row: held_out[key(row)]) for part in parts]
+    train = [_filter_rows(part, lambda row: not held_out[key(row)]) for part in parts]
+    test = [_filter_rows(part, lambda row: held_out[key(row)]) for part in parts]
     for part, train_part in zip(parts, train, strict=True):
         if not train_part.rows:
             raise TaskError(
@@ -58,7 +58,7 @@ def split(
     return train, [part for part in test if part.rows]
 
 
-def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
+def _filter_rows(part: Part, belongs: Callable[[Row], bool]) -> Part:
     return replace(part, rows=[row for row in part.rows if belongs(row)])
 
 
@@ -72,14 +72,14 @@ def mix_parts(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share,
     numbers = iter(range(len(rows)))
     positions = [[position_of[next(numbers)] for _ in part.rows] for part in parts]
     shares = [
-        _share(part, tuple(part_positions))
+        _make_share(part, tuple(part_positions))
         for part, part_positions in zip(parts, positions, strict=True)
         if part.weight != 1.0
     ]
     return [rows[row] for row in order], tuple(shares)
 
 
-def _share(part: Part, indices: tuple[int, ...]) -> Share:
+def _make_share(part: Part, indices: tuple[int, ...]) -> Share:
     if round(part.weight * len(part.rows)) < 1:
         raise TaskError(
             f"{part.name}: the weight {part.weight:g} of its {len(part.rows)} rows is none. Raise it, or leave the set out."
@@ -115,10 +115,10 @@ def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
             )
         )
     if how == "common" or (how == "same" and len(common) < len(all_columns)):
-        return [_with(part, common) for part in parts]
-    return [_with(part, list(all_columns)) for part in parts] if len(parts) > 1 else list(parts)
+        return [_with_columns(part, common) for part in parts]
+    return [_with_columns(part, list(all_columns)) for part in parts] if len(parts) > 1 else list(parts)
 
 
-def _with(part: Part, columns: Sequence[str]) -> Part:
+def _with_columns(part: Part, columns: Sequence[str]) -> Part:
     rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
     return replace(part, rows=rows)

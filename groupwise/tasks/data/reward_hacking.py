@@ -96,8 +96,8 @@ class Signals:
                 logger.info("%s", text)
         if self._reward_is_ready and not was_ready:
             self._warn_of_unknown_part()
-        warnings = self._changes(step + 1)
-        return Seen(self._metrics(statistics), warnings)
+        warnings = self._warning_changes(step + 1)
+        return Seen(self._make_metrics(statistics), warnings)
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as plain JSON."""
@@ -137,7 +137,7 @@ class Signals:
                 ", ".join(parts) or "none",
             )
 
-    def _changes(self, steps: int) -> tuple[WarningRecord, ...]:
+    def _warning_changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)
         sight = Sight(self.config, self._gauges, lowest, highest, self._least)
         findings = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
@@ -153,7 +153,7 @@ class Signals:
         self._active ^= {warning.name for warning in warnings}
         return warnings
 
-    def _metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
+    def _make_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
         new_metrics = {name: statistics[name] for name in NEW_METRICS if name in statistics}
         shares = {
             f"part_share/{name.partition('/')[2]}": value

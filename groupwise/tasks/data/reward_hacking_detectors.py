@@ -301,7 +301,7 @@ def dominance(sight: Sight) -> Finding | None:
                 ((start - gain.now) / reference if reference else 0.0) / LOST,
             )
             text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
-            values = {"share": share.now, **_course(sight, name), **_course(sight, other)}
+            values = {"share": share.now, **_part_values(sight, name), **_part_values(sight, other)}
             findings.append(Finding(strength, text, values))
     return max(findings, key=lambda finding: finding.strength, default=None)
 
@@ -320,12 +320,12 @@ def accuracy(sight: Sight) -> Finding | None:
     values = {
         "reward at the start": reward.mean,
         "reward now": reward.now,
-        **_course(sight, name),
+        **_part_values(sight, name),
     }
     return Finding(strength, text, values)
 
 
-def _course(sight: Sight, name: str) -> dict[str, float]:
+def _part_values(sight: Sight, name: str) -> dict[str, float]:
     """A part's own value at the start and now, for the report."""
     value = sight.ready(f"value/{name}")
     return {f"{name} at the start": value.mean, f"{name} now": value.now} if value else {}

@@ -102,12 +102,12 @@ class Selection:
         """Choose the examples for the slots of a block that starts at a step; a block that is already planned stays unchanged."""
         if block in self._blocks:
             return
-        easy = [self._easy(block, slot, step) for slot in range(slots)]
+        easy = [self._draw_easy(block, slot, step) for slot in range(slots)]
         open_slots = [slot for slot in range(self._sizes.block) if easy[slot] is None]
-        entries = self._drawn_again(block, step, len(open_slots))
+        entries = self._sample_replay(block, step, len(open_slots))
         replayed = dict(zip(open_slots[len(open_slots) - len(entries) :], entries, strict=True))
         self._blocks[block] = [
-            easy[slot] or (_again(replayed[slot]) if slot in replayed else self._fresh())
+            easy[slot] or (_replay_choice(replayed[slot]) if slot in replayed else self._next_fresh())
             for slot in range(slots)
         ]
 
@@ -128,8 +128,8 @@ class Selection:
     def observe(self, groups: Iterable[Group]) -> None:
         """Update the pools with the results of a committed step's draws, in this order."""
         groups = list(groups)
-        for sought in self._sought:
-            if text := sought.missing(groups):
+        for part in self._sought:
+            if text := part.missing(groups):
                 logger.warning("%s", text)
         for group in groups:
             choice = self._under_way.pop(group.draw, None)
@@ -192,7 +192,7 @@ class Selection:
 
     # Choosing
 
-    def _easy(self, block: int, slot: int, step: int) -> Choice | None:
+    def _draw_easy(self, block: int, slot: int, step: int) -> Choice | None:
         pool = self._config.easy_pool
         if pool is None:
             return None
@@ -201,7 +201,7 @@ class Selection:
             return None
         return Choice("easy", "easy", stream.below(self._sizes.easy))
 
-    def _drawn_again(self, block: int, step: int, free: int) -> list[Entry]:
+    def _sample_replay(self, block: int, step: int, free: int) -> list[Entry]:
         config, replay = self._config.replay, self.replay
         if config is None or replay is None or step < self._replay_from:
             return []
@@ -210,7 +210,7 @@ class Selection:
         most = min(free, int(config.max_share * self._sizes.block))
         return replay.sample(most, Stream("replay", self._seed, block))
 
-    def _fresh(self) -> Choice:
+    def _next_fresh(self) -> Choice:
         """An example that an earlier block left over, else the next in order that the curriculum accepts.
 
         If it accepts none in a whole round, the likeliest of them.
@@ -258,6 +258,6 @@ class Selection:
             replay.add_group(prompt, rewards, [choice.pool, choice.index, draw_to_train])
 
 
-def _again(entry: Entry) -> Choice:
+def _replay_choice(entry: Entry) -> Choice:
     pool, index, draw = entry.payload
     return Choice("replay", pool, index, draw)

@@ -90,20 +90,20 @@ def teacher_example(
     """The example made of a row. Raises TaskError with a message that starts with `where` and names the row."""
     location = f"{where}: row {number_of(row, index)}"
     row = named_messages(dict(row))
-    match _form(row, text_field):
+    match _form_of_row(row, text_field):
         case "tokens":
             content, used = tokens_of(row, location), {"input_ids", "labels", "attention_mask", *MASKS}
         case "messages":
-            chat = _conversation(_messages(row["messages"], location, "messages"), 0, row, location)
+            chat = _conversation(_parse_messages(row["messages"], location, "messages"), 0, row, location)
             content, used = chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
         case "completion":
-            content, used = _completion(row, location), {
+            content, used = _completion_content(row, location), {
                 "prompt", "completion", "tools", "chat_template_kwargs",
             }  # fmt: skip
         case "text":
-            content, used = PlainText(_text(row[text_field], location, text_field)), {text_field}
+            content, used = PlainText(_require_text(row[text_field], location, text_field)), {text_field}
         case _:
-            raise TaskError(_no_form(row, text_field, location))
+            raise TaskError(_no_form_message(row, text_field, location))
     if not isinstance(content, Conversation) and row.get(ARGUMENTS):
         raise TaskError(
             f"{location}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
@@ -114,13 +114,13 @@ def teacher_example(
 
 def has_form(row: Mapping[str, Any], text_field: str) -> bool:
     """True if a row has one of the forms, so no formatting function is needed."""
-    return _form(named_messages(dict(row)), text_field) is not None
+    return _form_of_row(named_messages(dict(row)), text_field) is not None
 
 
 # --- forms ---------------------------------------------------------------------------------------
 
 
-def _form(row: Mapping[str, Any], text_field: str) -> str | None:
+def _form_of_row(row: Mapping[str, Any], text_field: str) -> str | None:
     columns = {name for name, value in row.items() if value is not None}
     for form, needed in {
         "tokens": {"input_ids"},
@@ -133,10 +133,10 @@ def _form(row: Mapping[str, Any], text_field: str) -> str | None:
     return None
 
 
-def _completion(row: Mapping[str, Any], where: str) -> Content:
+def _completion_content(row: Mapping[str, Any], where: str) -> Content:
     prompt, completion = checked_prompt(row["prompt"], where), row["completion"]
     if isinstance(completion, str):
-        completion = messages_in(completion) or _text(completion, where, "completion")
+        completion = messages_in(completion) or _require_text(completion, where, "completion")
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             value = row["completion"]
@@ -148,7 +148,7 @@ def _completion(row: Mapping[str, Any], where: str) -> Content:
         return Completion(prompt, completion)
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    answer = _messages(completion, where, "completion")
+    answer = _parse_messages(completion, where, "completion")
     prefix = begun_words(prompt, answer)
     chat = _conversation(
         join_conversation(prompt, answer), len(prompt) - (prefix is not None), row, where
@@ -169,7 +169,7 @@ def _conversation(
     return Conversation(tuple(messages), begins, template_options.tools, template_options.arguments)
 
 
-def _messages(value: Any, where: str, name: str) -> list[Message]:
+def _parse_messages(value: Any, where: str, name: str) -> list[Message]:
     try:
         return messages_of(value)
     except Unusable as reason:
@@ -180,7 +180,7 @@ def _messages(value: Any, where: str, name: str) -> list[Message]:
         ) from reason
 
 
-def _text(value: Any, where: str, name: str) -> str:
+def _require_text(value: Any, where: str, name: str) -> str:
     if isinstance(value, str) and value:
         return value
     kind = "empty" if value in ("", [], ()) else type(value).__name__
@@ -240,7 +240,7 @@ def _integers(value: Any, where: str, name: str) -> tuple[int, ...]:
     raise TaskError(f"{where}: `{name}` is {plain!r:.60}. Expected a list of whole numbers.")
 
 
-def _no_form(row: Mapping[str, Any], text_field: str, where: str) -> str:
+def _no_form_message(row: Mapping[str, Any], text_field: str, where: str) -> str:
     names = ", ".join(row) or "none"
     if "prompt" in row or "completion" in row:
         missing = "completion" if "prompt" in row else "prompt"

@@ -22,11 +22,11 @@ def format_rows(
     rows: Sequence[dict[str, Any]], function: Callable[[Any], Any], *, text_field: str, where: str
 ) -> list[dict[str, Any]]:
     """The rows made by a formatting function, which takes one row or a batch of columns; its result for one row shows which."""
-    first = _answer(function, rows[0], where)
+    first = _format_row(function, rows[0], where)
     if _is_formatted(first):
-        formatted = [first, *(_answer(function, row, where) for row in rows[1:])]
+        formatted = [first, *(_format_row(function, row, where) for row in rows[1:])]
     else:
-        formatted = _of_batch(function, rows, first, where)
+        formatted = _format_batch(function, rows, first, where)
     return [
         _with_formatted(row, value, text_field, f"{where}: row {number_of(row, n)}")
         for n, (row, value) in enumerate(zip(rows, formatted, strict=True))
@@ -45,7 +45,7 @@ def collate(
     """
     what = f"{where}: get_sft_data_collator's collator failed"
     if tokens is None:
-        return _of_collator(run_user_code(lambda: collator([dict(row)]), what=what), where)
+        return _tokens_of_batch(run_user_code(lambda: collator([dict(row)]), what=what), where)
     feature = {"input_ids": list(tokens), "attention_mask": [1] * len(tokens)}
 
     def call() -> Any:
@@ -54,10 +54,10 @@ def collate(
         except KeyError:  # it needs another column
             return collator([{**row, **feature}])
 
-    return _of_collator(run_user_code(call, what=what), where)
+    return _tokens_of_batch(run_user_code(call, what=what), where)
 
 
-def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
+def _format_row(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
     """The function's result for one row; if that fails, for a batch of this row."""
 
     def call() -> Any:
@@ -83,7 +83,7 @@ def _is_formatted(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _of_batch(
+def _format_batch(
     function: Callable[[Any], Any], rows: Sequence[dict[str, Any]], first: Any, where: str
 ) -> list[Any]:
     """The result of a function that takes a batch: a list with an entry for each row."""
@@ -117,7 +117,7 @@ def _with_formatted(row: dict[str, Any], formatted: Any, text_field: str, where:
     return like(row, {**other_columns, (text_field if isinstance(formatted, str) else "messages"): formatted})
 
 
-def _of_collator(batch: Any, where: str) -> Tokens:
+def _tokens_of_batch(batch: Any, where: str) -> Tokens:
     collated: Mapping[str, Any] = (
         cast("Mapping[str, Any]", batch) if isinstance(batch, Mapping) else {}
     )

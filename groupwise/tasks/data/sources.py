@@ -67,9 +67,9 @@ def read_source(
                     f"The {name} {value!r} of {source!r} has no effect: that is a file or folder here, and only datasets on the hub have "
                     "one. Leave it out."
                 )
-        rows = _local(source, split, limit, seed)
+        rows = _read_local(source, split, limit, seed)
     else:
-        rows = _of_hub(source, config, split, revision, limit, seed)
+        rows = _read_hub(source, config, split, revision, limit, seed)
     if not rows:
         raise TaskError(f"The dataset {source!r} has no rows in its split {split!r}.")
     return rename_columns(rows, columns or {}, f"The dataset {source!r}")
@@ -99,11 +99,11 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
         return list(rows)
     available = dict.fromkeys(name for row in rows for name in row)
     for our_name, source_name in columns.items():
-        if not any(_has(row, source_name) for row in rows):
+        if not any(_has_path(row, source_name) for row in rows):
             raise TaskError(no_column(where, source_name, list(available), f" as {our_name!r}"))
     result: list[Row] = []
     for row in rows:
-        renamed = {our_name: _at(row, source_name) for our_name, source_name in columns.items() if _has(row, source_name)}
+        renamed = {our_name: _value_at_path(row, source_name) for our_name, source_name in columns.items() if _has_path(row, source_name)}
         other_columns = {name: value for name, value in row.items() if name not in columns}
         result.append(like(row, {**renamed, **other_columns}))
     return result
@@ -117,19 +117,19 @@ def no_column(where: str, name: str, available: Sequence[str], use: str = "") ->
     return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {columns}."
 
 
-def _has(row: Row, path: str) -> bool:
+def _has_path(row: Row, path: str) -> bool:
     if path in row:
         return True
     first, _, rest = path.partition(".")
     inner = row.get(first)
-    return bool(rest) and isinstance(inner, dict) and _has(cast("Row", inner), rest)
+    return bool(rest) and isinstance(inner, dict) and _has_path(cast("Row", inner), rest)
 
 
-def _at(row: Row, path: str) -> Any:
+def _value_at_path(row: Row, path: str) -> Any:
     if path in row:
         return row[path]
     first, _, rest = path.partition(".")
-    return _at(row[first], rest)
+    return _value_at_path(row[first], rest)
 
 
 # --- splits --------------------------------------------------------------------------------------
@@ -148,10 +148,10 @@ class _Split:
         return self.start is None and self.stop is None
 
     def of(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return rows[_place(self.start, len(rows)) : _place(self.stop, len(rows))]
+        return rows[_resolve_bound(self.start, len(rows)) : _resolve_bound(self.stop, len(rows))]
 
 
-def _split(text: str, source: str) -> _Split:
+def _parse_split(text: str, source: str) -> _Split:
     match = _SPLIT.fullmatch(text)
     if match is None:
         raise TaskError(
@@ -161,7 +161,7 @@ def _split(text: str, source: str) -> _Split:
     return _Split(match["name"], match["start"], match["stop"])
 
 
-def _place(bound: str | None, count: int) -> int | None:
+def _resolve_bound(bound: str | None, count: int) -> int | None:
     if bound is None or not bound.endswith("%"):
         return None if bound is None else int(bound)
     return round(int(bound[:-1]) * count / 100)
@@ -170,10 +170,10 @@ def _place(bound: str | None, count: int) -> int | None:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
-    split_spec, path = _split(split, source), Path(source).expanduser()
+def _read_local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
+    split_spec, path = _parse_split(split, source), Path(source).expanduser()
     if not path.exists():
-        raise TaskError(_no_file(source, path))
+        raise TaskError(_missing_file_message(source, path))
     files = _files_of(path, split_spec.name) if path.is_dir() else [path]
     if not path.is_dir() and split_spec.name != TRAIN:
         raise TaskError(
@@ -205,7 +205,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     saved_folder = folder / split if (folder / SAVED_SPLITS).is_file() else folder
     if (saved_folder / SAVED_STATE).is_file():
         file = saved_folder / SAVED_STATE
-        state = _row(_parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file))
+        state = _require_row(_parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file))
         saved_split = state.get("_split") or TRAIN
         if saved_split != split and saved_folder.name != split:
             raise TaskError(
@@ -249,7 +249,7 @@ def _reader_of(file: Path) -> Callable[[Path], Iterable[Row]]:
     return reader
 
 
-def _no_file(source: str, path: Path) -> str:
+def _missing_file_message(source: str, path: Path) -> str:
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     files = [file.name for file in folder.iterdir() if file.suffix in _READERS]
     suggestions = nearest(path.name, files)
@@ -261,16 +261,16 @@ def _no_file(source: str, path: Path) -> str:
     )
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
+def _read_jsonl(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
             text = _decode_utf8(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
             if text.strip():
-                yield _row(_parse_json(text, where), where)
+                yield _require_row(_parse_json(text, where), where)
 
 
-def _json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path) -> Iterator[Row]:
     content = _parse_json(
         _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file)), str(file)
     )
@@ -278,13 +278,13 @@ def _json(file: Path) -> Iterator[Row]:
         content = cast("Row", content)["data"]
     if not isinstance(content, list):
         raise TaskError(
-            f'{file} holds {_kind(content)}. Expected a list of rows, or {{"data": [rows]}}; one row per line is .jsonl.'
+            f'{file} holds {_json_kind(content)}. Expected a list of rows, or {{"data": [rows]}}; one row per line is .jsonl.'
         )
     for index, entry in enumerate(cast("list[Any]", content)):
-        yield _row(entry, f"{file}, entry {index}")
+        yield _require_row(entry, f"{file}, entry {index}")
 
 
-def _csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
+def _read_csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
     """Rows of a CSV file. Every value is text, because CSV has no types."""
     text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     previous_limit = csv.field_size_limit(_LONGEST_CELL)
@@ -311,20 +311,20 @@ def _csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
         csv.field_size_limit(previous_limit)
 
 
-def _tsv(file: Path) -> Iterator[Row]:
-    return _csv(file, "\t")
+def _read_tsv(file: Path) -> Iterator[Row]:
+    return _read_csv(file, "\t")
 
 
-def _parquet(file: Path) -> Iterator[Row]:
-    tables = _pyarrow(file, "pyarrow.parquet")
+def _read_parquet(file: Path) -> Iterator[Row]:
+    tables = _import_pyarrow(file, "pyarrow.parquet")
     with _reading_as(file, "Parquet"), tables.ParquetFile(file) as table:
         for batch in table.iter_batches():
             yield from batch.to_pylist()
 
 
-def _arrow(file: Path) -> Iterator[Row]:
+def _read_arrow(file: Path) -> Iterator[Row]:
     """Reads rows in the format in which the library datasets stores them."""
-    arrow = _pyarrow(file, "pyarrow")
+    arrow = _import_pyarrow(file, "pyarrow")
     with (
         _reading_as(file, "Arrow"),
         arrow.memory_map(str(file)) as memory,
@@ -335,7 +335,7 @@ def _arrow(file: Path) -> Iterator[Row]:
             yield from batch.to_pylist()
 
 
-def _pyarrow(file: Path, module: str) -> Any:
+def _import_pyarrow(file: Path, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
@@ -352,7 +352,7 @@ def _reading_as(file: Path, kind: str) -> Generator[None]:
         raise TaskError(f"{file} cannot be read as {kind}: {error}") from error
 
 
-def _text(file: Path) -> Iterator[Row]:
+def _read_text(file: Path) -> Iterator[Row]:
     """A row for each line, in the column `text`."""
     text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     lines = (line.rstrip("\r\n") for line in StringIO(text, newline=None))
@@ -360,13 +360,13 @@ def _text(file: Path) -> Iterator[Row]:
 
 
 _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".csv": _csv,
-    ".tsv": _tsv,
-    ".txt": _text,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".txt": _read_text,
 }
 
 ENDINGS = tuple(_READERS)
@@ -392,13 +392,13 @@ def _parse_json(text: str, where: str) -> Any:
         raise TaskError(f"{where} is no JSON: {error}.{hint}") from error
 
 
-def _row(value: Any, where: str) -> Row:
+def _require_row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise TaskError(f'{where} holds {_kind(value)}. Expected a row: {{"column": value, …}}.')
+        raise TaskError(f'{where} holds {_json_kind(value)}. Expected a row: {{"column": value, …}}.')
     return cast("Row", value)
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     words = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null"}
     name = type(value).__name__
     return words.get(name, name)
@@ -407,7 +407,7 @@ def _kind(value: Any) -> str:
 # --- the hub -------------------------------------------------------------------------------------
 
 
-def _of_hub(
+def _read_hub(
     source: str,
     config: str | None,
     split: str,
@@ -428,7 +428,7 @@ def _of_hub(
         dataset = library.load_dataset(source, config, split=split, revision=revision)
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
         raise TaskError(
-            _not_had(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
+            _hub_error_message(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
         ) from error
     finally:
         if was_enabled:
@@ -453,7 +453,7 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     first = 0
     if match is not None and match["name"] in splits:
         all_rows = range(splits[match["name"]].num_examples)
-        loaded = all_rows[_place(match["start"], len(all_rows)) : _place(match["stop"], len(all_rows))]
+        loaded = all_rows[_resolve_bound(match["start"], len(all_rows)) : _resolve_bound(match["stop"], len(all_rows))]
         first = loaded.start if len(loaded) == dataset.data.num_rows else 0
     indices: Any = getattr(dataset, "_indices", None)
     if not hasattr(indices, "column"):
@@ -461,7 +461,7 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     return [first + index for index in indices.column(0).to_pylist()]
 
 
-def _not_had(
+def _hub_error_message(
     source: str, config: str | None, split: str, revision: str | None, error: Exception
 ) -> str:
     options = {"config": config, "split": split, "revision": revision}

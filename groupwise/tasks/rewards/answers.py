@@ -208,7 +208,7 @@ _GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
 
 def _choices_match(gold: str, answer: str) -> bool | None:
     """Compares choices by letter, and by text if both have one: `(B)`, `B` and `B. 12` match; None if the gold answer is not a choice."""
-    gold_choice, answer_choice = _choice(gold), _choice(answer)
+    gold_choice, answer_choice = _parse_choice(gold), _parse_choice(answer)
     if gold_choice is None or (
         gold_choice[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
     ):
@@ -219,7 +219,7 @@ def _choices_match(gold: str, answer: str) -> bool | None:
     return gold_choice[0] == answer_choice[0] and (not all(texts) or answer_matches(*texts))
 
 
-def _choice(text: str) -> tuple[str, str] | None:
+def _parse_choice(text: str) -> tuple[str, str] | None:
     """The letter of a choice, `(c)`, `C` or `C.`, and its text (for `C. 12`, the 12)."""
     unstyled = _UPRIGHT.sub(r"\1", text).strip()
     if match := _LETTER.fullmatch(unstyled):

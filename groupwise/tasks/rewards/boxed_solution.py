@@ -40,7 +40,7 @@ def serve(code: str, *, common_imports: bool) -> None:
     os._exit(0)  # do not wait for threads of the solution
 
 
-def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call_function(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 
@@ -56,7 +56,7 @@ def _has_methods(value: Any) -> bool:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "attribute": getattr,
     "assign": setattr,
-    "call": _call,
+    "call": _call_function,
     "is a": isinstance,
     "item": operator.getitem,
     "put": operator.setitem,
@@ -77,23 +77,23 @@ class _Solution:
         self._module = types.ModuleType(MODULE)
         self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
         self._errors = Errors(self._ledger)
-        self._operations = {**OPERATIONS, "load": self._load, "name": self._look_up}
+        self._operations = {**OPERATIONS, "load": self._load_solution, "name": self._look_up}
 
     def serve(self) -> None:
         """Answer requests one after the other."""
         self._line.send({"ready": True})
         with suppress(Lost):
             while True:
-                self._answer(self._line.receive())
+                self._answer_question(self._line.receive())
 
-    def _answer(self, question: dict[str, Json]) -> None:
+    def _answer_question(self, question: dict[str, Json]) -> None:
         try:
             # The result, and the passed arguments that the call changed.
             arguments = [self._ledger.read(argument) for argument in question["arguments"]]
             keywords = {name: self._ledger.read(argument) for name, argument in question["named"]}
-            before = self._contents(question["shown"])
+            before = self._contents_of(question["shown"])
             answer = self._operations[question["do"]](*arguments, **keywords)
-            after = self._contents(question["shown"])
+            after = self._contents_of(question["shown"])
             result, changes = (
                 answer,
                 [[number, content] for number, content in after.items() if content != before[number]],
@@ -106,10 +106,10 @@ class _Solution:
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
             self._line.send({"raised": written_error(self._ledger, error), "changes": []})
 
-    def _contents(self, numbers: list[int]) -> dict[int, Json]:
+    def _contents_of(self, numbers: list[int]) -> dict[int, Json]:
         return {number: self._ledger.content(self._ledger.theirs(number)) for number in numbers}
 
-    def _load(self) -> list[str]:
+    def _load_solution(self) -> list[str]:
         """Run the solution's code and return the names that it defined.
 
         Statements after its first definition may fail: they are usually examples of its use, such as ones that read input.
@@ -146,7 +146,7 @@ class _Solution:
             encoded_keywords = [[key, self._ledger.to_json(argument)] for key, argument in keywords.items()]
             self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
             while "answer" not in (message := self._line.receive()):
-                self._answer(message)
+                self._answer_question(message)
             if "raised" in message["answer"]:
                 raise self._errors.read(message["answer"]["raised"])
             return self._ledger.read(message["answer"]["result"])

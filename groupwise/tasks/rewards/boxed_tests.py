@@ -58,7 +58,7 @@ def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
     verdicts = MessageSocket(FIRST_CHANNEL + 1)
     try:
         plan = Plan.of(tests, entry_point)
-        solution = Far(MessageSocket(FIRST_CHANNEL))
+        solution = SolutionProcess(MessageSocket(FIRST_CHANNEL))
         verdicts.send({"tests": len(plan.tests)})
         for problem in run_tests(plan, solution):
             verdicts.send({"passed": problem is None, "why": problem})
@@ -124,7 +124,7 @@ class Plan:
         texts = [tests] if isinstance(tests, str) else list(tests)
         trees = [_parse_tests(text) for text in texts]
         checking = _checking_functions(trees)
-        steps_of_texts = [_pieces(tree, entry_point, checking) for tree in trees]
+        steps_of_texts = [_test_steps(tree, entry_point, checking) for tree in trees]
         steps = steps_of_texts[0] if isinstance(tests, str) else [_join_steps(pieces) for pieces in steps_of_texts]
         if not any(step.is_test for step in steps):
             raise BrokenTests(
@@ -179,17 +179,17 @@ def _parse_tests(text: str) -> ast.Module:
     return tree
 
 
-def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
+def _test_steps(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
     """The statements of a text, and calls of its functions that are tests."""
     functions = [function for function in tree.body if isinstance(function, ast.FunctionDef)]
     tests = [function for function in functions if function.name.startswith(_TEST)]
-    calls = [_call(test, []) for test in tests]
+    calls = [_call_step(test, []) for test in tests]
     called = {ast.unparse(statement).partition("(")[0] for statement in tree.body}
     for check in functions:
         if check.name == _CHECK and _CHECK not in called:
             if not entry_point:
                 raise BrokenTests("they define check(candidate), and the row has no entry_point")
-            calls.append(_call(check, [entry_point]))
+            calls.append(_call_step(check, [entry_point]))
             tests.append(check)
     for test in tests:
         if test.name not in checking:
@@ -262,8 +262,8 @@ def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
         match pending.pop():
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 pass
-            case (ast.Assert() | ast.Raise()) as found:
-                yield found
+            case (ast.Assert() | ast.Raise()) as check:
+                yield check
             case ast.If(ast.Constant(value), body, orelse) | ast.While(
                 ast.Constant(value), body, orelse
             ):
@@ -274,7 +274,7 @@ def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
                 pending += ast.iter_child_nodes(node)
 
 
-def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
+def _call_step(function: ast.FunctionDef, arguments: list[str]) -> Step:
     parameters = function.args
     required = len(parameters.posonlyargs) + len(parameters.args) - len(parameters.defaults)
     required += parameters.kw_defaults.count(None)
@@ -366,7 +366,7 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
-        inner = {_root(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
+        inner = {_root_name(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
         if isinstance(call.func, ast.Name) and (inner & names) - {call.func.id}:
             yield call.func.id
     functions = {id(call.func) for call in called}
@@ -395,13 +395,13 @@ def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
         match node:
             case ast.Assert(test):
                 for call in _asserted_calls(test):
-                    inner = {_root(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
-                    if (inner & names) - {_root(call)}:
-                        yield _root(call)
+                    inner = {_root_name(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
+                    if (inner & names) - {_root_name(call)}:
+                        yield _root_name(call)
             case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
                 "assert"
             ) or _COMPARES.fullmatch(name):
-                yield _root(node)
+                yield _root_name(node)
             case _:
                 pass
 
@@ -420,7 +420,7 @@ def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
             pass
 
 
-def _root(call: ast.AST) -> str:
+def _root_name(call: ast.AST) -> str:
     """The name that an expression starts with; empty if it starts otherwise."""
     while isinstance(call, ast.Call | ast.Attribute | ast.Subscript):
         call = call.func if isinstance(call, ast.Call) else call.value
@@ -430,7 +430,7 @@ def _root(call: ast.AST) -> str:
 # Running
 
 
-def run_tests(plan: Plan, solution: Far) -> Iterator[str | None]:
+def run_tests(plan: Plan, solution: SolutionProcess) -> Iterator[str | None]:
     """Yields None for each test that passes, else the reason for its failure. Raises BrokenTests."""
     problem: str | None = None
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -453,14 +453,14 @@ def run_tests(plan: Plan, solution: Far) -> Iterator[str | None]:
     except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
         problem = f"the solution cannot be loaded: {_error_text(error)}"
     for step in plan.steps:
-        failed = problem or _failure(step, names)
+        failed = problem or _run_step(step, names)
         if step.is_test:
             yield failed
         elif failed is not None:  # as in a program, code after a failure is not reached
             problem = failed
 
 
-def _failure(step: Step, names: dict[str, Any]) -> str | None:
+def _run_step(step: Step, names: dict[str, Any]) -> str | None:
     """The reason why a step fails; None if it passes."""
     names["__builtins__"] = builtins
     try:
@@ -485,7 +485,7 @@ def _error_text(error: BaseException) -> str:
 # The solution, seen from the tests
 
 
-class Far:
+class SolutionProcess:
     """The connection to the solution's side: requests to the solution, and its callbacks."""
 
     def __init__(self, line: MessageSocket) -> None:
@@ -535,14 +535,14 @@ class Far:
         while "call" in (answer := self._line.receive()):
             self._line.send({"answer": self._call_function(answer)})
         try:
-            return self._result(answer, shown)
+            return self._read_result(answer, shown)
         except (StopIteration, StopAsyncIteration) as error:
             if do == "next":
                 raise
             # Otherwise `map` and `filter` would end here silently; generators convert it in the same way (PEP 479).
             raise RuntimeError(f"{type(error).__name__} was raised") from error
 
-    def _result(self, answer: dict[str, Json], shown: list[int]) -> Any:
+    def _read_result(self, answer: dict[str, Json], shown: list[int]) -> Any:
         try:
             for number, content in answer["changes"]:
                 if number in shown:
@@ -572,58 +572,58 @@ def _is_function(value: Any) -> bool:
     return callable(value) and getattr(value, "__module__", None) != "builtins"
 
 
-def _operation(do: str) -> Callable[..., Any]:
+def _remote_operation(do: str) -> Callable[..., Any]:
     def ask(self: Remote, *arguments: Any) -> Any:
-        return _ask(self, do, *arguments)
+        return _ask_remote(self, do, *arguments)
 
     return ask
 
 
 def _between_remotes(do: str) -> Callable[..., Any]:
     def ask(self: Remote, other: object) -> Any:
-        return _ask(self, do, other) if isinstance(other, Remote) else NotImplemented
+        return _ask_remote(self, do, other) if isinstance(other, Remote) else NotImplemented
 
     return ask
 
 
-def _ask(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
-    solution: Far = object.__getattribute__(remote, "_far")
+def _ask_remote(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
+    solution: SolutionProcess = object.__getattribute__(remote, "_process")
     return solution.ask(do, remote, *arguments, **keywords)
 
 
 class Remote:
     """An object of the solution that is not a plain value."""
 
-    __slots__ = ("__weakref__", "_far")
+    __slots__ = ("__weakref__", "_process")
 
-    def __init__(self, solution: Far) -> None:
-        object.__setattr__(self, "_far", solution)
+    def __init__(self, solution: SolutionProcess) -> None:
+        object.__setattr__(self, "_process", solution)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise AttributeError(
                 name
             )  # dunder names that Python looks up implicitly are not requested from the other process
-        return _ask(self, "attribute", name)
+        return _ask_remote(self, "attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "assign", name, value)
+        _ask_remote(self, "assign", name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return _ask(self, "call", *arguments, **keywords)
+        return _ask_remote(self, "call", *arguments, **keywords)
 
     def __hash__(self) -> int:
-        return _ask(self, "hash")
+        return _ask_remote(self, "hash")
 
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, Remote) and bool(_ask(value, "is a", self))
+        return isinstance(value, Remote) and bool(_ask_remote(value, "is a", self))
 
-    __getitem__ = _operation("item")
-    __setitem__ = _operation("put")
-    __iter__, __next__, __len__ = _operation("iter"), _operation("next"), _operation("len")
-    __bool__ = _operation("bool")
-    __int__, __float__ = _operation("int"), _operation("float")
-    __str__, __repr__, __neg__ = _operation("str"), _operation("repr"), _operation("neg")
+    __getitem__ = _remote_operation("item")
+    __setitem__ = _remote_operation("put")
+    __iter__, __next__, __len__ = _remote_operation("iter"), _remote_operation("next"), _remote_operation("len")
+    __bool__ = _remote_operation("bool")
+    __int__, __float__ = _remote_operation("int"), _remote_operation("float")
+    __str__, __repr__, __neg__ = _remote_operation("str"), _remote_operation("repr"), _remote_operation("neg")
     __eq__ = _between_remotes("eq")
     __lt__, __le__ = _between_remotes("lt"), _between_remotes("le")
     __gt__, __ge__ = _between_remotes("gt"), _between_remotes("ge")

@@ -204,15 +204,15 @@ class Ledger:
         """The contents of a list, dictionary, set, deque or bytearray."""
         match value:
             case list():
-                return {"list": self._each(cast("list[Any]", value), shown)}
+                return {"list": self._list_to_json(cast("list[Any]", value), shown)}
             case dict():
                 items = cast("dict[Any, Any]", value).items()
-                return {"dict": [self._each(pair, shown) for pair in items]}
+                return {"dict": [self._list_to_json(pair, shown) for pair in items]}
             case set():
-                return {"set": self._each(cast("set[Any]", value), shown)}
+                return {"set": self._list_to_json(cast("set[Any]", value), shown)}
             case collections.deque():
                 queue = cast("collections.deque[Any]", value)
-                return {"deque": [self._each(queue, shown), queue.maxlen]}
+                return {"deque": [self._list_to_json(queue, shown), queue.maxlen]}
             case _:
                 return {"bytearray": bytes(value).hex()}
 
@@ -223,15 +223,15 @@ class Ledger:
         self.showing.add(number)
         return {**self.content(value, shown=True), "at": number}
 
-    def _each(self, values: Iterable[Any], shown: bool) -> list[Json]:
+    def _list_to_json(self, values: Iterable[Any], shown: bool) -> list[Json]:
         return [self.to_json(value, shown=shown) for value in values]
 
     def _of_other_kind(self, value: Any, shown: bool) -> Json:
         match value:
             case tuple():
-                return {"tuple": self._each(cast("tuple[Any, ...]", value), shown)}
+                return {"tuple": self._list_to_json(cast("tuple[Any, ...]", value), shown)}
             case frozenset():
-                return {"frozenset": self._each(cast("frozenset[Any]", value), shown)}
+                return {"frozenset": self._list_to_json(cast("frozenset[Any]", value), shown)}
             case bytes():
                 return {"bytes": value.hex()}
             case complex():
@@ -239,18 +239,18 @@ class Ledger:
             case Decimal():
                 return {"decimal": str(value)}
             case Fraction():
-                return {"fraction": self._each((value.numerator, value.denominator), shown)}
+                return {"fraction": self._list_to_json((value.numerator, value.denominator), shown)}
             case range():
-                return {"range": self._each((value.start, value.stop, value.step), shown)}
+                return {"range": self._list_to_json((value.start, value.stop, value.step), shown)}
             case datetime.timedelta():
                 return {"span": [value.days, value.seconds, value.microseconds]}
             case datetime.date() | datetime.time():
                 kind = next(name for name, time_type in _TIMES.items() if isinstance(value, time_type))
                 return {kind: value.isoformat()}
             case _:
-                return self._by_name(value) or self._by_number(value)
+                return self._name_reference(value) or self._by_number(value)
 
-    def _by_name(self, value: Any) -> Json:
+    def _name_reference(self, value: Any) -> Json:
         module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
         if not (isinstance(module, str) and isinstance(name, str)):
             return None
@@ -260,7 +260,7 @@ class Ledger:
 
     def _by_number(self, value: Any) -> Json:
         if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-            items = self._each(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
+            items = self._list_to_json(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
             return {"iterator" if isinstance(value, Iterator) else "list": items}
         if not self._stays(value):
             raise NotPlain(f"{type(value).__name__}")
@@ -283,12 +283,12 @@ class Ledger:
 
     def _read_one(self, encoded: dict[str, Json]) -> Any:
         (kind, content), *_ = encoded.items()
-        value = self._build(kind, content)
+        value = self._build_value(kind, content)
         if "at" in encoded:
             self._represent(encoded["at"], value)
         return value
 
-    def _build(self, kind: str, content: Json) -> Any:
+    def _build_value(self, kind: str, content: Json) -> Any:
         match kind:
             case "yours":
                 return self._own[content]

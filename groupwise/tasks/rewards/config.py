@@ -43,11 +43,11 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
 def _checked_entries(entries: Sequence[Any] | None) -> Any:
     """Checks that each entry names a reward. The names are resolved when a run is prepared."""
     if entries is not None:
-        refuse([_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
+        refuse([_entry_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
     return entries
 
 
-def _problem(entry: str | dict[str, Any]) -> str | None:
+def _entry_problem(entry: str | dict[str, Any]) -> str | None:
     section: dict[str, Any] = {"name": entry} if isinstance(entry, str) else entry
     name, weight = section.get("name"), section.get("weight", 1.0)
     if not isinstance(name, str) or not name:

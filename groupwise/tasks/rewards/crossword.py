@@ -73,7 +73,7 @@ class CrosswordAccuracy:
         """A reward between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        record_answers(log_extra, map(self._answer, texts))
+        record_answers(log_extra, map(self._answer_in, texts))
         return each_alone(self.value, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class CrosswordAccuracy:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
-    def _answer(self, text: str) -> str:
+    def _answer_in(self, text: str) -> str:
         """The content of the answer tags; without any, all text after the reasoning."""
         tagged = last_tagged(text, self.answer_tag)
         return one_spelling(after_reasoning(text) if tagged is None else tagged)
@@ -128,19 +128,19 @@ class PureAccuracy:
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
         enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
         lengths = [
-            _fitting(forms, _length({name: values[index] for name, values in enumerations.items()}))
+            _forms_of_length(forms, _stated_length({name: values[index] for name, values in enumerations.items()}))
             for index, forms in enumerate(golds)
         ]
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, answers))
-        return each_alone(self._value, texts, golds, lengths)
+        return each_alone(self._reward, texts, golds, lengths)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
-        _fitting(gold_of_row(row, self.answer_column, self.answer_tag), _length(row))
+        _forms_of_length(gold_of_row(row, self.answer_column, self.answer_tag), _stated_length(row))
 
-    def _value(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
+    def _reward(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         answer = tags.last_answer(text) or ""
         right = letters(answer) in exact and not _other_signs(answer)
@@ -173,8 +173,8 @@ def occurs(gold: str, text: str, mode: Mode) -> bool:
     gold_letters = _gold_letters(gold)
     if mode == "any":
         return gold_letters in letters(text)
-    spaced_text = " ".join(_words(text))
-    spellings = {" ".join(_words(gold)), gold_letters}
+    spaced_text = " ".join(_letter_runs(text))
+    spellings = {" ".join(_letter_runs(gold)), gold_letters}
     if mode == "contiguous":
         return any(words in spaced_text for words in spellings)
     return any(f" {words} " in f" {spaced_text} " for words in spellings)
@@ -203,7 +203,7 @@ def _other_signs(text: str) -> bool:
     return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain_capitals(text))
 
 
-def _words(text: str) -> list[str]:
+def _letter_runs(text: str) -> list[str]:
     """Runs of letters of any alphabet; an apostrophe within belongs to the word."""
     return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain_capitals(text)))
 
@@ -234,7 +234,7 @@ def _gold_letters(gold: str) -> str:
     return spelling
 
 
-def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
+def _forms_of_length(forms: Sequence[str], length: int | None) -> frozenset[str]:
     """The letters of the accepted forms that have the expected length."""
     spellings = {_gold_letters(form) for form in forms}
     fitting = frozenset(spelling for spelling in spellings if length is None or len(spelling) == length)
@@ -247,7 +247,7 @@ def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
     return fitting
 
 
-def _length(row: Mapping[str, Any]) -> int | None:
+def _stated_length(row: Mapping[str, Any]) -> int | None:
     """The number of letters that the row states for its answer; None if it states none."""
     for name in ENUMERATIONS:
         value = row.get(name)

@@ -39,10 +39,10 @@ class _Layout(ABC):
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """A reward for each completion, which depends only on its text."""
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        return each_alone(self._value, texts)
+        return each_alone(self._reward, texts)
 
     @abstractmethod
-    def _value(self, text: str) -> float:
+    def _reward(self, text: str) -> float:
         """The reward of one completion."""
 
 
@@ -61,11 +61,11 @@ class StrictFormat(_Layout):
 
     right: float = 0.5
 
-    def _value(self, text: str) -> float:
+    def _reward(self, text: str) -> float:
         think_open, think_close, answer_open, answer_close = map(re.escape, self.tags.four)
         layout = (
-            rf"{think_open}\n{_inside(self.tags)}\n{think_close}\n"
-            rf"{answer_open}\n{_inside(self.tags)}\n{answer_close}\n?"
+            rf"{think_open}\n{_content_pattern(self.tags)}\n{think_close}\n"
+            rf"{answer_open}\n{_content_pattern(self.tags)}\n{answer_close}\n?"
         )
         match = re.fullmatch(layout, text, re.DOTALL)
         is_filled = match is not None and not any(map(_is_blank, match.groups()))
@@ -79,7 +79,7 @@ class SoftFormat(_Layout):
 
     right: float = 0.5
 
-    def _value(self, text: str) -> float:
+    def _reward(self, text: str) -> float:
         return self.right if both_pairs(self.tags, text) else 0.0
 
 
@@ -91,7 +91,7 @@ class XmlCount(_Layout):
     each: float = 0.125
     """An eighth: the four together earn as much as the layout."""
 
-    def _value(self, text: str) -> float:
+    def _reward(self, text: str) -> float:
         count_pairs = zip(
             self.tags.counts(text),
             self.tags.counts(without_empty_pairs(self.tags, text)),
@@ -110,7 +110,7 @@ class MatchFormat(_Layout):
     wrong: float = -1.0
     """Below 0, so that a model which ignores the layout notices even if no completion of the group has it."""
 
-    def _value(self, text: str) -> float:
+    def _reward(self, text: str) -> float:
         if both_pairs(self.tags, text):
             return self.right
         think_opens, _, answer_opens, _ = self.tags.counts(without_empty_pairs(self.tags, text))
@@ -176,11 +176,11 @@ def _is_blank(text: str) -> bool:
 
 def _non_empty_block(tags: Tags, tag: Tag) -> re.Pattern[str]:
     opening, closing = map(re.escape, marks(tag))
-    pair = rf"{opening}(?!{BLANK}*{closing}){_inside(tags)}{closing}"
+    pair = rf"{opening}(?!{BLANK}*{closing}){_content_pattern(tags)}{closing}"
     return re.compile(pair, re.DOTALL | re.IGNORECASE)
 
 
-def _inside(tags: Tags) -> str:
+def _content_pattern(tags: Tags) -> str:
     """A pattern for the content of a pair: anything but one of the four tags, which keeps each search linear."""
     four = "|".join(re.escape(tag) for tag in tags.four)
     return rf"((?:(?!{four}).)+)"

@@ -40,7 +40,7 @@ def gold_answers(
     an answer. Raises ValueError for a row without a gold answer, and for a value of another type.
     """
     entries = {
-        name: _entries(name, columns[name], count)
+        name: _require_entries(name, columns[name], count)
         for name in _gold_columns(answer_column)
         if name in columns
     }
@@ -105,10 +105,10 @@ def _first_forms(
         candidates = [form for entry in entries for form in _forms_of(name, entry, tag, boxes)]
         if forms := tuple(dict.fromkeys(form for form in candidates if form)):
             return forms
-    raise ValueError(_no_gold(columns, answer_column))
+    raise ValueError(_no_gold_message(columns, answer_column))
 
 
-def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
+def _require_entries(name: str, values: Any, count: int) -> Sequence[Any]:
     if isinstance(values, str) or len(values) != count:
         raise ValueError(f"the column `{name}` has no list with one entry for each completion")
     return values
@@ -117,7 +117,7 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
 def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     """The accepted forms from one entry; a marked number with thousands commas is accepted without them too."""
     if not isinstance(value, str):
-        return (_as_text(name, value),)
+        return (_value_text(name, value),)
     marked = marked_answer(value, tag, boxes)
     if marked is None:
         return (value.strip(),)
@@ -125,7 +125,7 @@ def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     return (marked, marked.replace(",", "")) if grouped else (marked,)
 
 
-def _as_text(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     """A value other than text, as text; empty if there is none. Raises ValueError for types other than numbers."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -139,7 +139,7 @@ def _as_text(name: str, value: Any) -> str:
     )
 
 
-def _no_gold(columns: Collection[str], answer_column: str | None) -> str:
+def _no_gold_message(columns: Collection[str], answer_column: str | None) -> str:
     names = sorted(set(columns).difference(RESERVED))
     exists = f"The dataset has: {', '.join(names) or 'none but prompt'}."
     if answer_column is None:

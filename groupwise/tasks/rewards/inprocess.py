@@ -73,9 +73,9 @@ class LimitedThread:
         self._spare = spare
         self._left: list[DaemonThreads[Work]] = []
         self._given_up: RunError | None = None
-        self._begin()
+        self._start_thread()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._runner = _Runner()
         self._thread: DaemonThreads[Work] = DaemonThreads([self._runner], self._name)
 
@@ -101,17 +101,17 @@ class LimitedThread:
             done.cancel()  # ignore a late result of the thread
             job.left_behind = True
             if thread is self._thread and self._given_up is None:
-                self._leave_behind(job.running, limit or 0.0)
+                self._abandon_thread(job.running, limit or 0.0)
         raise self._given_up
 
-    def _leave_behind(self, running: str, limit: float) -> NoReturn:
+    def _abandon_thread(self, running: str, limit: float) -> NoReturn:
         """Abandon the thread. Calls that wait in it are cancelled, and `call` runs them in the new thread."""
         self._thread.close()
         self._left = [*(thread for thread in self._left if not thread.join(0.0)), self._thread]
         if len(self._left) > self._spare:
             self._given_up = self._too_slow(running, limit)
             raise self._given_up
-        self._begin()
+        self._start_thread()
         raise TooSlow(f"the call took longer than {limit:g} s; `{running}` was running")
 
     async def close(self) -> None:

@@ -125,7 +125,7 @@ class Judge:
                 values[index] = Failed(f"cannot judge this row: it {problem}")
             else:
                 groups.setdefault((printable(prompt_text(prompt)), rubric), []).append(index)
-        async with self._session() as session:
+        async with self._open_session() as session:
             tasks = [
                 _MODES[self.mode](self, session, prompt, rubric, [texts[i] for i in members])
                 for (prompt, rubric), members in groups.items()
@@ -202,7 +202,7 @@ class Judge:
         )
 
     @asynccontextmanager
-    async def _session(self) -> AsyncGenerator[_Session]:
+    async def _open_session(self) -> AsyncGenerator[_Session]:
         from groupwise.api.openai_client.client import Client
 
         cache = JudgeCache(None if self.cache is None else Path(self.cache))
@@ -270,16 +270,16 @@ class _Session:
             "max_tokens": judge.max_tokens,
             "messages": question.messages,
         }
-        if (answer := self._cache.get(key)) is not None and not _problem(question, answer):
+        if (answer := self._cache.get(key)) is not None and not _verdict_problem(question, answer):
             self.counts["cached"] += 1
             return _Verdict(question.read(answer), said=answer)
         try:
             async with asyncio.timeout_at(self._deadline):
                 # Ask once more after a bad answer; for a group, keep the scores already received.
-                text, problem, scores = await self._heard(question, question.messages)
+                text, problem, scores = await self._ask_judge(question, question.messages)
                 if problem:
                     retry = question.again(text, problem)
-                    text, problem, retry_scores = await self._heard(question, retry)
+                    text, problem, retry_scores = await self._ask_judge(question, retry)
                     scores = retry_scores or scores
                 failure = (
                     Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
@@ -296,7 +296,7 @@ class _Session:
             self._cache.put(key, verdict.said)
         return verdict
 
-    async def _heard(
+    async def _ask_judge(
         self, question: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
         """The judge's answer, the reason if it is not a complete verdict (else None), and the scores in it."""
@@ -310,10 +310,10 @@ class _Session:
         text, is_complete = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
         if not is_complete:
             return text, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
-        return text, _problem(question, text), _partial(question, text)
+        return text, _verdict_problem(question, text), _partial_scores(question, text)
 
 
-def _problem(question: Question, text: str) -> str | None:
+def _verdict_problem(question: Question, text: str) -> str | None:
     """The reason why an answer is not a complete verdict; None if it is."""
     try:
         missing = [name for name in question.names if name not in question.read(text)]
@@ -322,7 +322,7 @@ def _problem(question: Question, text: str) -> str | None:
     return f"there is no {question.scale_text} for {', '.join(missing)}" if missing else None
 
 
-def _partial(question: Question, text: str) -> dict[str, float]:
+def _partial_scores(question: Question, text: str) -> dict[str, float]:
     try:
         return question.read(text)
     except Malformed:
@@ -350,7 +350,7 @@ class JudgeCache:
     def get(self, key: dict[str, Any]) -> str | None:
         """The stored answer to this question; None if there is none."""
         try:
-            stored: object = json.loads(self._file(key).read_bytes())
+            stored: object = json.loads(self._cache_file(key).read_bytes())
         except (OSError, ValueError):
             return None
         if not isinstance(stored, dict):
@@ -361,7 +361,7 @@ class JudgeCache:
 
     def put(self, key: dict[str, Any], answer: str) -> None:
         """Store an answer. A full or read-only disk causes one warning; the verdict itself is not affected."""
-        file = self._file(key)
+        file = self._cache_file(key)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, {"format": CACHE_FORMAT, "asked": key, "said": answer})
@@ -372,7 +372,7 @@ class JudgeCache:
                 )
             self._writable = False
 
-    def _file(self, request: dict[str, Any]) -> Path:
+    def _cache_file(self, request: dict[str, Any]) -> Path:
         text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         return self._folder / key[:2] / f"{key}.json"

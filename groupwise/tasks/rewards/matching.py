@@ -54,12 +54,12 @@ class CorrectnessXml:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns)
         answers = [last_tagged(text, self.answer_tag) for text in texts]
-        record_answers(log_extra, map(_one_form, answers, golds))
+        record_answers(log_extra, map(_first_form, answers, golds))
         pairs = zip(answers, golds, strict=True)
         return [self.right if answer in forms else 0.0 for answer, forms in pairs]
 
 
-def _one_form(answer: str | None, forms: Sequence[str]) -> str | None:
+def _first_form(answer: str | None, forms: Sequence[str]) -> str | None:
     """The first of the accepted forms, for each of them, because majority voting must count them as one answer."""
     return forms[0] if answer in forms else answer
 
@@ -93,7 +93,7 @@ def keyword_match(
     """
     texts = map(after_reasoning, completion_texts(completions, columns))
     pairs = zip(texts, keywords, strict=True)
-    return [keyword_share(text, _keywords(value)) for text, value in pairs]
+    return [keyword_share(text, _parse_keywords(value)) for text, value in pairs]
 
 
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
@@ -102,7 +102,7 @@ def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
     return sum(word in folded_text for word in folded_keywords) / len(folded_keywords) if folded_keywords else None
 
 
-def _keywords(value: Any) -> set[str]:
+def _parse_keywords(value: Any) -> set[str]:
     plain = value.tolist() if hasattr(value, "tolist") else value
     if plain is None:
         return set()

@@ -97,13 +97,13 @@ class MathAnswer:
         texts = completion_texts(completions, columns, *reasoning_tags)
         answers = [answer_of(text, self.answer_tag, *reasoning_tags, untagged=self.untagged) for text in texts]
         record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
-        return each_alone(self._value, texts, answers, golds)
+        return each_alone(self._reward, texts, answers, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _value(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
+    def _reward(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
         right = answer is not None and matches_any(forms, answer)
         if not self.tolerant:
             return float(right)
@@ -119,9 +119,9 @@ class MathAnswer:
             if distance <= Fraction(1, 10):
                 return self.within_10_percent
             return self.within_20_percent if distance <= Fraction(1, 5) else self.wrong
-        return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
+        return self.exact if answer in forms and self._is_exact_in_tag(answer, text) else self.trimmed
 
-    def _stands(self, answer: str, text: str) -> bool:
+    def _is_exact_in_tag(self, answer: str, text: str) -> bool:
         """True if the last answer tag holds exactly the answer, without white space around it."""
         opening, closing = marks(self.answer_tag)
         openings = [*re.finditer(re.escape(opening), text, re.IGNORECASE)]
@@ -160,13 +160,13 @@ class PureAccuracyMath:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(voting_key, answers))
-        return each_alone(self._right, texts, golds)
+        return each_alone(self._reward, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _right(self, text: str, forms: Sequence[str]) -> float:
+    def _reward(self, text: str, forms: Sequence[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         prefix = tags.four[0] if self.reasoning_opened else ""
         full_text = text if text.startswith(prefix) else prefix + text

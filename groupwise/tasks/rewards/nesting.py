@@ -28,11 +28,11 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
     def reward(*arguments: Any, **keywords: Any) -> Any:
         bound = signature.bind_partial(*arguments).arguments
         named_arguments = {**bound, **keywords}
-        shape = _shape(named_arguments.get("prompts"), named_arguments.get("completions"))
+        shape = _shape_of(named_arguments.get("prompts"), named_arguments.get("completions"))
         if shape is None:
             return function(*arguments, **keywords)
         answer = function(**{name: shape.flat(name, value) for name, value in named_arguments.items()})
-        return _later(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
+        return _nest_awaited(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
 
     return standing_for(function, reward, name)
 
@@ -85,11 +85,11 @@ class _Shape:
         return [values[start:end] for start, end in pairwise(ends)]
 
 
-async def _later(answer: Awaitable[Any], shape: _Shape) -> Any:
+async def _nest_awaited(answer: Awaitable[Any], shape: _Shape) -> Any:
     return shape.nested(await answer)
 
 
-def _shape(prompts: Any, completions: Any) -> _Shape | None:
+def _shape_of(prompts: Any, completions: Any) -> _Shape | None:
     """The shape of nested completions; None if there is already an entry for each completion."""
     if not isinstance(completions, list | tuple):
         return None

@@ -65,7 +65,7 @@ class RubricOverlap:
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
         texts = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
-        return each_alone(self._value, prompts, texts, rubrics, references)
+        return each_alone(self._reward, prompts, texts, rubrics, references)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
@@ -82,13 +82,13 @@ class RubricOverlap:
             f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}. Name it in rubric_column"
         )
 
-    def _value(
+    def _reward(
         self, prompt: Prompt, text: str, rubric: Any, references: Sequence[str]
     ) -> float | None:
-        vocabulary = [word for word in words(_text(rubric)) if len(word) > _SHORT]
+        vocabulary = [word for word in words(_all_text(rubric)) if len(word) > _SHORT]
         if not vocabulary:
             return None
-        answer_words, prompt_words = words(text), words(_text(prompt))
+        answer_words, prompt_words = words(text), words(_all_text(prompt))
         models = [words(reference) for reference in references]
         if self.copied_run is None and stands_in(rubric, prompt):
             points = self.rubric_points + self.reference_points
@@ -123,10 +123,10 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
 
 def stands_in(rubric: Any, prompt: Prompt) -> bool:
     """True if a prompt contains a rubric literally: each of its lines or, for a list, some line of each criterion."""
-    prompt_text = f" {' '.join(words(_text(prompt)))} "
+    prompt_text = f" {' '.join(words(_all_text(prompt)))} "
     is_list = isinstance(rubric, list | tuple)
-    criteria = cast("Sequence[Any]", rubric) if is_list else _text(rubric).splitlines()
-    lines = [[words(line) for line in _text(criterion).splitlines()] for criterion in criteria]
+    criteria = cast("Sequence[Any]", rubric) if is_list else _all_text(rubric).splitlines()
+    lines = [[words(line) for line in _all_text(criterion).splitlines()] for criterion in criteria]
     phrases = [[" ".join(line) for line in criterion_lines if line] for criterion_lines in lines]
     return any(phrases) and all(
         any(f" {line} " in prompt_text for line in criterion_phrases) for criterion_phrases in phrases if criterion_phrases
@@ -155,12 +155,12 @@ def own_words(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> l
     return [word for index, word in enumerate(answer_words) if index not in copied]
 
 
-def _text(value: Any) -> str:
+def _all_text(value: Any) -> str:
     """All text in a value: a rubric may be text, or a list of criteria, each text or fields; a prompt may be messages."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return "\n".join(_text(item) for item in cast("Mapping[str, Any]", value).values())
+        return "\n".join(_all_text(item) for item in cast("Mapping[str, Any]", value).values())
     if isinstance(value, list | tuple):
-        return "\n".join(_text(item) for item in cast("Sequence[Any]", value))
+        return "\n".join(_all_text(item) for item in cast("Sequence[Any]", value))
     return ""

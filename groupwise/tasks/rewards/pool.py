@@ -131,7 +131,7 @@ class WorkerPool:
             self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
         )
         if isinstance(outcome, Answered) and "error" in outcome.message:
-            raise self._kind.error(f"{_a(self._kind)} reports: {outcome.message['error']}")
+            raise self._kind.error(f"{_with_article(self._kind)} reports: {outcome.message['error']}")
         return outcome
 
     async def close(self) -> None:
@@ -157,7 +157,7 @@ class WorkerPool:
         return self._threads
 
 
-def _a(kind: Kind) -> str:
+def _with_article(kind: Kind) -> str:
     return f"{'An' if kind.name[0] in 'aeiou' else 'A'} {kind.name}"
 
 
@@ -189,7 +189,7 @@ class _Slot:
     def begin(self) -> None:
         """Start the first process; `ready` gets the result."""
         try:
-            self._start()
+            self._start_process()
             self.ready.set_result(None)
         except BaseException as error:  # noqa: BLE001 — raised in the caller that waits for it
             self.ready.set_exception(error)
@@ -198,7 +198,7 @@ class _Slot:
         """Process one request; if the process does not survive it, a new one is started for the next."""
         if self._process is not None and self._process.has_ended:
             self._discard()
-        process = self._process or self._start()
+        process = self._process or self._start_process()
         self._calls += 1
         outcome = process.ask(self._calls, job)
         if isinstance(outcome, Answered):
@@ -221,7 +221,7 @@ class _Slot:
             if self._process is not None:
                 self._process.kill()
 
-    def _start(self) -> _Process:
+    def _start_process(self) -> _Process:
         if self._broken is not None:
             raise self._broken
         try:
@@ -231,20 +231,20 @@ class _Slot:
                 outcome = process.begin(self._setup, self._start_limit)
                 match outcome:
                     case Answered({"start_failed": message}):
-                        raise self._kind.error(f"{_a(self._kind)} cannot start: {message}")
+                        raise self._kind.error(f"{_with_article(self._kind)} cannot start: {message}")
                     case Answered():
                         return process
                     case TimedOut():
                         self._discard()
                         raise self._kind.error(
-                            f"{_a(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
+                            f"{_with_article(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
                             f"does when it is imported.{process.last_words()}"
                         )
                     case Died(reason):
                         self._discard()
                         reason += process.last_words()
             raise self._kind.error(
-                f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {reason}"
+                f"{_with_article(self._kind)} crashed {START_ATTEMPTS} times while it started: {reason}"
             )
         except self._kind.error as error:
             self._broken = error
@@ -258,7 +258,7 @@ class _Slot:
             try:
                 self._process = _Process(self._kind, self._index)
             except OSError as error:
-                message = f"{_a(self._kind)} cannot be started: {error}"
+                message = f"{_with_article(self._kind)} cannot be started: {error}"
                 raise self._kind.error(message) from error
             return self._process
 
@@ -357,7 +357,7 @@ class _Process:
                     deadline = time.monotonic() + allowed
             return Answered(message)
         except TimeoutError:
-            return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
+            return TimedOut(f"the call took longer than {allowed:g} s{self._running_text()}")
         except (OSError, EOFError):
             deadline = time.monotonic() + _LAST_BREATH
             while not self.has_ended and time.monotonic() < deadline:
@@ -367,9 +367,9 @@ class _Process:
             reason = (
                 how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
             )
-            return Died(f"the {self._kind.name} ended during the call ({reason}){self._while()}")
+            return Died(f"the {self._kind.name} ended during the call ({reason}){self._running_text()}")
         except ValueError as error:
-            return Died(f"the {self._kind.name} sent no readable answer ({error}){self._while()}")
+            return Died(f"the {self._kind.name} sent no readable answer ({error}){self._running_text()}")
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         """The next message. Raises TimeoutError, EOFError if the process has ended, ValueError for unreadable input."""
@@ -391,5 +391,5 @@ class _Process:
             self._buffer.add(piece or b"")
         return json.loads(frame)
 
-    def _while(self) -> str:
+    def _running_text(self) -> str:
         return f"; `{self._running}` was running" if self._running else ""

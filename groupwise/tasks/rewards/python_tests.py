@@ -106,7 +106,7 @@ def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) 
     answer = after_reasoning(text)
     answer = last_tagged(answer, answer_tag) or answer
     lines = iter(answer.split("\n"))  # each block consumes its own lines
-    blocks = [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
+    blocks = [_read_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
         for closed in (True, False):
             codes = [block.code for block in blocks if block.label in labels and block.whole is closed]
@@ -133,7 +133,7 @@ class _Block:
     """True if the block is closed."""
 
 
-def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
+def _read_block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
     """The block that starts here; its lines are consumed. A fence may also close it at the end of the last line of code."""
     fence, label = opening["fence"], opening["label"].lower()
     code: list[str] = []
@@ -204,7 +204,7 @@ class RowTests:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTests:
         """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError if they do not define tests."""
-        name, value = _source(row)
+        name, value = _source_column(row)
         entry = (
             row.get("entry_point")
             or _function_named(_parse_nested_json(row.get("metadata")))
@@ -229,8 +229,8 @@ class RowTests:
                 return cls._of_calls(*_listed_calls(calls, entry or _begun_in(row)))
             table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
             if function := table.get("fn_name"):
-                return cls._of_calls(function, [_call(*pair) for pair in _pairs(table)])
-            programs = tuple(_cases(cases, name, numbers=entry is None))
+                return cls._of_calls(function, [_make_call(*pair) for pair in _input_output_pairs(table)])
+            programs = tuple(_parse_cases(cases, name, numbers=entry is None))
             return cls(
                 of_program=programs,
                 common_imports=name == "public_test_cases" or _of_live_code_bench(cases),
@@ -300,7 +300,7 @@ def _call_test(name: str, inputs: Any, right: Sequence[Any]) -> str:
     )
 
 
-def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
+def _source_column(row: Mapping[str, Any]) -> tuple[str, Any]:
     """The column with the tests, and its value."""
     names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
     by_column = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
@@ -309,8 +309,8 @@ def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
             by_column[name] = _unpack_private_cases(value)
     truths = [(name, by_column.pop(name)) for name in ("ground_truth", "reward_model") if name in by_column]
     preferred = {name: by_column[name] for name in ("tests", "test_cases") if name in by_column}
-    by_column = preferred or _together(by_column)
-    by_column = by_column or dict([pair for name, value in truths for pair in _in_truth(name, value)][:1])
+    by_column = preferred or _merge_public_private(by_column)
+    by_column = by_column or dict([pair for name, value in truths for pair in _tests_in_truth(name, value)][:1])
     if len(by_column) > 1:
         first, second, *_ = by_column
         raise ValueError(
@@ -329,7 +329,7 @@ def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
     return name, value
 
 
-def _together(columns: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_public_private(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Public and private cases combined as one column."""
     merged = dict(columns)
     for public, private in (
@@ -342,7 +342,7 @@ def _together(columns: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
+def _tests_in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
     """A ground-truth column if it holds tests; otherwise nothing."""
     if isinstance(value, Mapping) and "ground_truth" in value:
         value = _parse_nested_json(cast("Mapping[str, Any]", value)["ground_truth"])
@@ -352,9 +352,9 @@ def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
 def _case_list(cases: Any) -> list[Any]:
     if isinstance(cases, Mapping):
         table = cast("Mapping[str, Any]", cases)
-        pairs = _pairs(table) if any(table.values()) else []
+        pairs = _input_output_pairs(table) if any(table.values()) else []
         shared = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
-        return [{"input": given, "output": expected, **shared} for given, expected in pairs]
+        return [{"input": argument, "output": expected, **shared} for argument, expected in pairs]
     if not isinstance(cases, list):
         raise ValueError(f"has test cases that are no list: {cases!r:.80}")
     return cast("list[Any]", cases)
@@ -378,8 +378,8 @@ _ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
 def _is_one_case(value: Any) -> bool:
     """True for one case; a table has lists for inputs and outputs, and no type."""
     match value:
-        case {"input": given, "output": wanted, **more}:
-            return not (isinstance(given, list) and isinstance(wanted, list)) or "type" in more
+        case {"input": given, "output": expected, **more}:
+            return not (isinstance(given, list) and isinstance(expected, list)) or "type" in more
         case _:
             return False
 
@@ -486,7 +486,7 @@ _Call = tuple[Any, list[Any]]
 def _is_call(case: Any) -> bool:
     if not isinstance(case, Mapping):
         return False
-    kind = _kind(cast("Mapping[str, Any]", case))
+    kind = _case_kind(cast("Mapping[str, Any]", case))
     return kind in _CALLS or (kind is None and bool(cast("Any", case).get("fn_name")))
 
 
@@ -494,7 +494,7 @@ def _of_live_code_bench(cases: Any) -> bool:
     return isinstance(cases, list) and any("testtype" in case for case in cast("list[Any]", cases))
 
 
-def _kind(case: Mapping[str, Any]) -> Any:
+def _case_kind(case: Mapping[str, Any]) -> Any:
     return case.get("type", case.get("testtype"))
 
 
@@ -508,7 +508,7 @@ def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Ca
     if partial := [case for case in cases if not {"input", "output"} <= case.keys()]:
         raise ValueError(f"has a test case {partial[0]!r:.80}; expected `input` and `output`")
     calls = [
-        _call(case["input"], case["output"], accept_list=_kind(case) != "functional") for case in cases
+        _make_call(case["input"], case["output"], accept_list=_case_kind(case) != "functional") for case in cases
     ]
     return names.pop(), calls
 
@@ -517,22 +517,22 @@ def _name_in(case: Mapping[str, Any]) -> Any:
     return case.get("fn_name") or _function_named(_parse_nested_json(case.get("metadata")))
 
 
-def _call(inputs: Any, expected: Any, *, accept_list: bool = False) -> _Call:
+def _make_call(inputs: Any, expected: Any, *, accept_list: bool = False) -> _Call:
     """A call. Its arguments are a list, or text with the JSON of one argument in each line; a number is a single argument.
 
     `listed`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
     text itself.
     """
     if isinstance(inputs, str):
-        arguments = _arguments(inputs)
+        arguments = _parse_arguments(inputs)
         if accept_list and len(arguments) == 1 and isinstance(arguments[0], list):
             arguments = cast("list[Any]", arguments[0])
-        return arguments, [_result(expected)]
-    right = [expected, _result(expected)] if accept_list and isinstance(expected, str) else [expected]
+        return arguments, [_parse_result(expected)]
+    right = [expected, _parse_result(expected)] if accept_list and isinstance(expected, str) else [expected]
     return ([inputs] if isinstance(inputs, int | float) else inputs), right
 
 
-def _arguments(text: str) -> list[Any]:
+def _parse_arguments(text: str) -> list[Any]:
     with suppress(ValueError):
         return [json.loads(text)]  # one JSON value may take several lines
     try:
@@ -543,7 +543,7 @@ def _arguments(text: str) -> list[Any]:
         ) from error
 
 
-def _result(expected: Any) -> Any:
+def _parse_result(expected: Any) -> Any:
     if not isinstance(expected, str):
         return expected
     with suppress(ValueError):
@@ -551,19 +551,19 @@ def _result(expected: Any) -> Any:
     return expected
 
 
-def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
+def _parse_cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
     """Cases from a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers`, a number is converted to text."""
     if isinstance(value, str):
         raise ValueError(
             f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
         )
     if isinstance(value, Mapping):
-        pairs = _pairs(cast("Mapping[str, Any]", value))
-        value = [{"input": given, "output": expected} for given, expected in pairs]
-    return [_case(case, numbers=numbers) for case in value]
+        pairs = _input_output_pairs(cast("Mapping[str, Any]", value))
+        value = [{"input": argument, "output": expected} for argument, expected in pairs]
+    return [_parse_case(case, numbers=numbers) for case in value]
 
 
-def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def _input_output_pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     inputs, outputs = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
     if unknown := [key for key in table if key not in _OF_A_TABLE]:
         raise ValueError(
@@ -581,14 +581,14 @@ _OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
 _NO_TABLE = "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, two lists of equal length"
 
 
-def _case(value: Any, *, numbers: bool) -> Case:
+def _parse_case(value: Any, *, numbers: bool) -> Case:
     match value:
-        case {"input": given, "output": wanted, **more} if (
-            not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
+        case {"input": given, "output": expected, **more} if (
+            not more.keys() - _BESIDE and not more.get("fn_name") and _case_kind(more) in _PROGRAMS
         ):
             with suppress(TypeError):
                 return Case(
-                    _join_lines(given, numbers=numbers), _join_lines(wanted, numbers=numbers)
+                    _join_lines(given, numbers=numbers), _join_lines(expected, numbers=numbers)
                 )
         case _:
             pass
@@ -706,10 +706,10 @@ async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequen
     receiver, verdicts = socket.socketpair()
     box_limits = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
     test_source = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
-    serving = _program(
+    serving = _sandbox_program(
         "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
     )
-    judging = _program("boxed_tests:judge", tests=test_source, entry_point=tests.entry_point)
+    judging = _sandbox_program("boxed_tests:judge", tests=test_source, entry_point=tests.entry_point)
     solution = Box(serving, limits=box_limits, channels=[solution_end], require=require)
     judge = Box(judging, limits=box_limits, channels=[judge_end, verdicts], require=require)
     with receiver, solution_end, judge_end, verdicts:
@@ -718,7 +718,7 @@ async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequen
                 end.close()
             await solution.wait_until_running()
             await judge.wait_until_running()
-            docket = _Docket(receiver)
+            docket = _VerdictCollector(receiver)
             if not await docket.fill(limits.seconds):
                 result = await judge.result()
                 why = f"The box of the tests ended before them: {_describe_result(result)}"
@@ -726,11 +726,11 @@ async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequen
             return docket.verdict()
 
 
-def _program(function: str, **arguments: Any) -> dict[str, Any]:
+def _sandbox_program(function: str, **arguments: Any) -> dict[str, Any]:
     return {"function": f"groupwise.tasks.rewards.{function}", "arguments": arguments}
 
 
-class _Docket:
+class _VerdictCollector:
     """Records the messages of the tests' sandbox."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -749,7 +749,7 @@ class _Docket:
         """
         try:
             async with asyncio.timeout(START_LIMIT):
-                opening = await self._next()
+                opening = await self._next_message()
         except TimeoutError:
             raise SandboxError(f"Tests had not begun after {START_LIMIT:g} s.") from None
         if opening is None:
@@ -757,8 +757,8 @@ class _Docket:
         self._count = self._require_unbroken(opening)["tests"]
         try:
             async with asyncio.timeout(seconds):
-                while (message := await self._next()) is not None and "done" not in message:
-                    self._enter(self._require_unbroken(message))
+                while (message := await self._next_message()) is not None and "done" not in message:
+                    self._record(self._require_unbroken(message))
         except TimeoutError:
             self._why = self._why or f"time ran out in test {len(self._outcomes)}"
             return True
@@ -773,11 +773,11 @@ class _Docket:
             raise _BrokeOff(message["broken"], self.verdict())
         return message
 
-    def _enter(self, message: Mapping[str, Any]) -> None:
+    def _record(self, message: Mapping[str, Any]) -> None:
         self._outcomes.append(message["passed"])
         self._why = self._why or message["why"]
 
-    async def _next(self) -> dict[str, Any] | None:
+    async def _next_message(self) -> dict[str, Any] | None:
         while (frame := self._buffer.take()) is None:
             piece = await asyncio.get_running_loop().sock_recv(self._connection, 1 << 16)
             if not piece:
@@ -830,7 +830,7 @@ class PythonTests:
     def check_machine(self) -> str:
         """Name the protections that hold on this machine. Raises ValueError if a required one is missing, or if no sandbox can run."""
         try:
-            protections = _held_here()
+            protections = _machine_protections()
         except SandboxError as problem:
             raise ValueError(
                 f"runs code in a sandbox, which cannot be had here: {problem}"
@@ -872,7 +872,7 @@ class PythonTests:
         ]
         names_of_row = {row: () if isinstance(row, str) else row.names for row in set(rows)}
         codes = [
-            _gone_on_with(prompt, code_in(text, self.answer_tag, names_of_row[row]), row)
+            _with_prompt(prompt, code_in(text, self.answer_tag, names_of_row[row]), row)
             for prompt, text, row in zip(prompts, texts, rows, strict=True)
         ]
         slots = asyncio.Semaphore(self.concurrency)
@@ -883,8 +883,8 @@ class PythonTests:
             }
         verdicts = [jobs[pair].result() for pair in zip(codes, rows, strict=True)]
         if log_extra is not None:
-            log_extra("python_tests", [_note(verdict) for verdict in verdicts])
-        return [verdict if isinstance(verdict, Failed) else self._value(verdict) for verdict in verdicts]
+            log_extra("python_tests", [_verdict_record(verdict) for verdict in verdicts])
+        return [verdict if isinstance(verdict, Failed) else self._reward(verdict) for verdict in verdicts]
 
     async def _verdict_for(
         self, code: str, row: RowTests | str, slots: asyncio.Semaphore
@@ -899,7 +899,7 @@ class PythonTests:
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
 
-    def _value(self, verdict: Verdict) -> float:
+    def _reward(self, verdict: Verdict) -> float:
         return verdict.passed / verdict.of if self.partial else float(verdict.passed == verdict.of)
 
 
@@ -927,7 +927,7 @@ def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str
     return replace(row, of_functions=combined)
 
 
-def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
+def _with_prompt(prompt: Any, code: str, row: RowTests | str) -> str:
     """The code with its prompt before it, if the prompt starts the tested function, as in HumanEval."""
     names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
     prompt_begins_it = (
@@ -936,13 +936,13 @@ def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
     return prompt + code if prompt_begins_it else code
 
 
-def _note(verdict: Verdict | Failed) -> dict[str, Any] | None:
+def _verdict_record(verdict: Verdict | Failed) -> dict[str, Any] | None:
     if isinstance(verdict, Failed):
         return None
     return {"passed": verdict.passed, "of": verdict.of, "why": verdict.why}
 
 
 @cache
-def _held_here() -> Mapping[str, tuple[str, ...]]:
+def _machine_protections() -> Mapping[str, tuple[str, ...]]:
     """Protections that a sandbox has on this machine, tried once."""
     return run_to_end(run("")).held

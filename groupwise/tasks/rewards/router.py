@@ -37,8 +37,8 @@ class Router(Rubric):
         if not rubrics:
             raise TaskError(f"{where}: there are no labels; give the rewards of at least one.")
         self.where = where
-        self._outer: frozenset[str] = frozenset()
-        self._take({label: rubric.under(label) for label, rubric in rubrics.items()})
+        self._outer_labels: frozenset[str] = frozenset()
+        self._set_rubrics({label: rubric.under(label) for label, rubric in rubrics.items()})
         self.default = self._checked_default(default)
         duplicates = [name for name, count in Counter(self.names).items() if count > 1]
         if duplicates:
@@ -79,13 +79,13 @@ class Router(Rubric):
             count = len(rubric.names)
             rubrics[label], remaining = rubric.reweighted(remaining[:count]), remaining[count:]
         router = copy.copy(self)
-        router._take(rubrics)
+        router._set_rubrics(rubrics)
         return router
 
     def without(self, names: Collection[str]) -> Router:
         """See `Rubric.without`: each label must keep at least one reward."""
         router = copy.copy(self)
-        router._take({label: rubric.without(names) for label, rubric in self.rubrics.items()})
+        router._set_rubrics({label: rubric.without(names) for label, rubric in self.rubrics.items()})
         return router
 
     def under(self, label: str) -> Router:
@@ -93,8 +93,8 @@ class Router(Rubric):
         ignores it.
         """
         router = copy.copy(self)
-        router._outer = self._outer | {label}
-        router._take({inner_label: rubric.under(label) for inner_label, rubric in self.rubrics.items()})
+        router._outer_labels = self._outer_labels | {label}
+        router._set_rubrics({inner_label: rubric.under(label) for inner_label, rubric in self.rubrics.items()})
         return router
 
     def label_of(self, row: Row) -> str | None:
@@ -102,7 +102,7 @@ class Router(Rubric):
         label, source = (_column_text(row, column) for column in LABEL_COLUMNS)
         if label in self.rubrics:
             return label
-        if label is not None and label not in self._outer:
+        if label is not None and label not in self._outer_labels:
             return None
         return source if source in self.rubrics else self.default
 
@@ -138,27 +138,27 @@ class Router(Rubric):
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
     ) -> GroupScore:
         """See `Rubric.score`: each row is scored by the rewards of its label; a row without any fails with that reason."""
-        rows = _rows_of(request)
+        rows = _label_rows(request)
         indices_of_label: dict[str, list[int]] = {}
-        members = [self._stranger(row) for row in rows]
+        members = [self._failed_unknown_label(row) for row in rows]
         for index, row in enumerate(rows):
             if (label := self.label_of(row)) is not None:
                 indices_of_label.setdefault(label, []).append(index)
         scores = await asyncio.gather(
             *(
-                self.rubrics[label].score(_only(request, indices), started)
+                self.rubrics[label].score(_subset(request, indices), started)
                 for label, indices in indices_of_label.items()
             )
         )
         for indices, score in zip(indices_of_label.values(), scores, strict=True):
             for index, member in zip(indices, score.members, strict=True):
-                members[index] = replace(member, parts=self._parts(member.parts))
+                members[index] = replace(member, parts=self._all_parts(member.parts))
         metrics = [score.metrics for score in scores]
         names = dict.fromkeys(name for rubric_metrics in metrics for name in rubric_metrics)
         averaged = {name: fmean(rubric_metrics[name] for rubric_metrics in metrics if name in rubric_metrics) for name in names}
         return GroupScore(tuple(members), averaged)
 
-    def _take(self, rubrics: Mapping[str, Rubric]) -> None:
+    def _set_rubrics(self, rubrics: Mapping[str, Rubric]) -> None:
         self.rubrics = dict(rubrics)
         all_rubrics = self.rubrics.values()
         self.functions = tuple(function for rubric in all_rubrics for function in rubric.functions)
@@ -172,15 +172,15 @@ class Router(Rubric):
             )
         return default
 
-    def _parts(self, parts: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
+    def _all_parts(self, parts: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
         """One part for each function of all labels; those of other labels do not apply."""
         part_by_name = {part.name: part for part in parts}
         weighted = zip(self.names, self.weights, strict=True)
         return tuple(part_by_name.get(name) or RewardPart(name, None, weight) for name, weight in weighted)
 
-    def _stranger(self, row: Row) -> MemberScore:
+    def _failed_unknown_label(self, row: Row) -> MemberScore:
         return MemberScore(
-            "failed", self._unknown_label_message(_label_in(row)), None, self._parts(())
+            "failed", self._unknown_label_message(_label_in(row)), None, self._all_parts(())
         )
 
     def _unknown_label_message(self, label: str | None) -> str:
@@ -207,22 +207,22 @@ def _column_text(row: Row, column: str) -> str | None:
     return None if value is None or value != value else str(value).strip() or None
 
 
-def _rows_of(request: ScoreRequest) -> list[dict[str, Any]]:
+def _label_rows(request: ScoreRequest) -> list[dict[str, Any]]:
     labels = {name: request.columns[name] for name in LABEL_COLUMNS if name in request.columns}
     count = len(request.completions)
     return [{name: values[index] for name, values in labels.items()} for index in range(count)]
 
 
-def _only(request: ScoreRequest, indices: Sequence[int]) -> ScoreRequest:
+def _subset(request: ScoreRequest, indices: Sequence[int]) -> ScoreRequest:
     """The request reduced to some of its members."""
 
-    def chosen(values: Sequence[Any]) -> list[Any]:
+    def subset(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in indices]
 
     return replace(
         request,
-        prompts=chosen(request.prompts),
-        completions=chosen(request.completions),
-        completion_ids=chosen(request.completion_ids),
-        columns={name: chosen(values) for name, values in request.columns.items()},
+        prompts=subset(request.prompts),
+        completions=subset(request.completions),
+        completion_ids=subset(request.completion_ids),
+        columns={name: subset(values) for name, values in request.columns.items()},
     )

@@ -208,14 +208,14 @@ class Rubric:
         answers = [
             _as_function_result(n, r, request) for n, r in zip(self.names, results, strict=True)
         ]
-        members = [self._member(answers, index) for index in range(len(request.completions))]
+        members = [self._member_score(answers, index) for index in range(len(request.completions))]
         metrics: dict[str, list[float]] = {}
         for answer in answers:
             for key, values in answer.logged.metrics.items():
                 metrics.setdefault(key, []).extend(values)
         return GroupScore(tuple(members), {key: fmean(values) for key, values in metrics.items()})
 
-    def _member(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
+    def _member_score(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
         parts = tuple(
             RewardPart(name, answer.values[index], weight)
             for name, answer, weight in zip(self.names, answers, self.weights, strict=True)

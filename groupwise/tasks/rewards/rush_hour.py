@@ -156,14 +156,14 @@ def board_of(value: Any, size: Any = None) -> Board:
         raise ValueError(f"the board is {value!r:.60}; expected text, or a list of rows or cells")
     cells = re.sub(r"\s", "", "".join(rows))
     side = isqrt(len(cells))
-    expected_side = _whole(size, "size")
+    expected_side = _optional_integer(size, "size")
     if side < 2 or side**2 != len(cells) or expected_side not in (None, side):
         size_text = "a square" if expected_side is None else f"{expected_side}×{expected_side}"
         raise ValueError(f"the board {cells!r:.60} has {len(cells)} cells; expected {size_text}")
     return _checked_board(side, cells)
 
 
-def _whole(value: Any, name: str) -> int | None:
+def _optional_integer(value: Any, name: str) -> int | None:
     """An integer in a column; None if the row has none."""
     if value is None or value != value:  # the NaN of tables
         return None
@@ -181,12 +181,12 @@ def _checked_board(size: int, cells: str) -> Board:
             f"the board {cells!r} has the signs {', '.join(unknown)}; `o` is empty, `x` a wall, A to Z are cars"
         )
     board = Board(size, cells)
-    for car, positions in _cars(board).items():
+    for car, positions in _cells_by_car(board).items():
         gaps = {after - before for before, after in pairwise(positions)}
         in_a_row = gaps == {1} and positions[0] // size == positions[-1] // size
         if len(positions) > 1 and gaps != {size} and not in_a_row:
             raise ValueError(f"the cells of car {car} on the board {cells!r} are not in one line")
-    leaving = _cars(board).get(LEAVING)
+    leaving = _cells_by_car(board).get(LEAVING)
     if leaving is None:
         raise ValueError(f"the board {cells!r} has no car A, which is the one that leaves")
     if not _is_horizontal(leaving):
@@ -203,11 +203,11 @@ def _checked_board(size: int, cells: str) -> Board:
 
 def play(board: Board, moves: Sequence[Move]) -> Play:
     """Play moves until A is at the right edge, a move is illegal, or there are no more."""
-    grid, cars = list(board.cells), _cars(board)
+    grid, cars = list(board.cells), _cells_by_car(board)
     moves_begun, legal, solved = 0, 0, False
     for move in moves:
         moves_begun += 1
-        completed = all(_step(grid, cars, board.size, move) for _ in range(move.cells))
+        completed = all(_move_one_cell(grid, cars, board.size, move) for _ in range(move.cells))
         legal += completed
         solved = cars[LEAVING][-1] % board.size == board.size - 1
         if solved or not completed:
@@ -215,7 +215,7 @@ def play(board: Board, moves: Sequence[Move]) -> Play:
     return Play(Board(board.size, "".join(grid)), moves_begun, legal, solved)
 
 
-def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
+def _move_one_cell(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
     """Move a car by one cell, if the car exists, the direction is along its axis, and the cell is free. Returns True if it moved."""
     positions = cars.get(move.car)
     if positions is None or _is_horizontal(positions) != (move.direction in "<>"):
@@ -233,7 +233,7 @@ def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) ->
     return True
 
 
-def _cars(board: Board) -> dict[str, list[int]]:
+def _cells_by_car(board: Board) -> dict[str, list[int]]:
     """The cells of each car, in order."""
     positions: dict[str, list[int]] = {}
     for position, sign in enumerate(board.cells):
@@ -267,7 +267,7 @@ class RushSolutionExact:
         """One reward for each completion."""
         record_answers(log_extra, map(_one_spelling, completions))
         solutions = gold_solutions(columns, len(completions), self.answer_column)
-        return each_alone(_exact, completions, solutions)
+        return each_alone(_exact_score, completions, solutions)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without gold solutions."""
@@ -315,17 +315,17 @@ class RushSolutionShaped:
         """Raise ValueError for a row whose board cannot be played, or whose gold solutions do not all solve it."""
         golds = _read_golds(gold_of_row(row, self.answer_column))
         solvable(board_of(row["board"], row.get("size")), golds)
-        _whole(row.get("moves"), "moves")
+        _optional_integer(row.get("moves"), "moves")
 
     def _shaped_reward(
         self, completion: CompletionText, board: Board, golds: tuple[Moves, ...], target: Any
     ) -> float:
-        exact = self.exact * _exact(completion, golds)
+        exact = self.exact * _exact_score(completion, golds)
         moves = moves_in(completion)
         if moves is None:
             return exact
         attempt = play(board, moves)
-        best_length = _whole(target, "moves")
+        best_length = _optional_integer(target, "moves")
         enough = min(map(len, golds)) if best_length is None else best_length
         return (
             exact
@@ -374,7 +374,7 @@ def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
     return board
 
 
-def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
+def _exact_score(completion: CompletionText, golds: Sequence[Moves]) -> float:
     moves = moves_in(completion)
     if moves is None:
         return LOOKS_LIKE_A_MOVE if looks_like_a_move(completion) else 0.0

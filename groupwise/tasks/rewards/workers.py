@@ -58,7 +58,7 @@ class RewardWorkers:
 
     async def score(self, request: ScoreRequest) -> GroupScore:
         """Score one group. Raises RewardWorkerError only if no worker can be started or reached."""
-        outcome = await self._ask(request, self._time_limit)
+        outcome = await self._ask_pool(request, self._time_limit)
         count = len(request.completions)
         match outcome:
             case Answered(message):
@@ -82,7 +82,7 @@ class RewardWorkers:
     ) -> dict[str, Any]:
         """The task's metrics, as JSON values. Raises RewardWorkerError if they raise, hang or crash."""
         request = (list(prompts), list(completions), list(rows))
-        outcome = await self._ask(request, self._time_limit * METRICS_LIMIT_FACTOR)
+        outcome = await self._ask_pool(request, self._time_limit * METRICS_LIMIT_FACTOR)
         if not isinstance(outcome, Answered):
             raise RewardWorkerError(f"compute_metrics gave no answer: {outcome.reason}")
         return outcome.message["metrics"]
@@ -91,7 +91,7 @@ class RewardWorkers:
         """Kill the workers and all that they started, and wait until they are reaped."""
         await self._pool.close()
 
-    async def _ask(self, request: Any, limit: float) -> Ended:
+    async def _ask_pool(self, request: Any, limit: float) -> Ended:
         return await self._pool.ask(_pickle_request(request), limit)
 
 

@@ -78,7 +78,7 @@ def begin(
     ids = ids or first_ids(tokenizer, prompt, tools, columns)
     if isinstance(prompt, str):
         return TextDialogue(tokenizer, ids)
-    template_inputs = _for_template(tools, columns)
+    template_inputs = _template_inputs(tools, columns)
     return ChatDialogue(tokenizer, prompt, template_inputs.tools, ids, template_inputs.arguments)
 
 
@@ -93,7 +93,7 @@ def first_ids(
     if isinstance(prompt, str):
         row_inputs = for_template(columns, "a row")  # the task's own text describes its `tools`
         return prompt_ids(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
-    template_inputs = _for_template(tools, columns)
+    template_inputs = _template_inputs(tools, columns)
     if template_inputs.tools and not knows_tools(tokenizer):
         messages = told_of_tools(prompt, template_inputs.tools)
         return prompt_ids(tokenizer, messages, (), template_inputs.arguments)
@@ -106,7 +106,7 @@ def first_ids(
         raise TaskError(f"{problem}{hint}") from problem
 
 
-def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
+def _template_inputs(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
     """Inputs of a chat's template: the tools of the task, or else those of the row. Raises TaskError if both have tools."""
     row_inputs = for_template(columns, "a row")
     if not tools:
@@ -158,7 +158,7 @@ class TextDialogue:
     def hear(self, observation: Observation, longest: int) -> bool:
         """See `Dialogue.hear`."""
         self.record(observation)
-        ids = text_ids(self._tokenizer, _as_text(observation))
+        ids = text_ids(self._tokenizer, _observation_text(observation))
         if len(self._context) + len(ids) > longest:
             return False
         self._context += ids
@@ -168,7 +168,7 @@ class TextDialogue:
 
     def record(self, observation: Observation) -> None:
         """See `Dialogue.record`."""
-        self._said.append(_as_text(observation))
+        self._said.append(_observation_text(observation))
 
     @property
     def text(self) -> str:
@@ -273,8 +273,8 @@ class ChatDialogue:
     def _render(self, messages: Sequence[Message]) -> str:
         try:
             return prompt_text(self._tokenizer, Chat(messages, self._tools, self._template_kwargs))
-        except TaskError as refused:
-            raise Unrenderable(str(refused)) from refused
+        except TaskError as error:
+            raise Unrenderable(str(error)) from error
 
     def _end_of_turn(self) -> str:
         """The stop token that the policy wrote, as text; empty if it wrote none."""
@@ -291,7 +291,7 @@ class ChatDialogue:
         return {"role": "user", "content": result}
 
 
-def _as_text(observation: Observation) -> str:
+def _observation_text(observation: Observation) -> str:
     if observation is None or isinstance(observation, str):
         return observation or ""
     raise Unrenderable("the environment answered text with chat messages; expected text")

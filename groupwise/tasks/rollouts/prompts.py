@@ -55,7 +55,7 @@ def tokenise(
             f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
             f"longest text of the model by {1 - room} tokens. Shorten it, or with another rollout.type its limits."
         )
-    ids = [_ids(tokenizer, example, tools, where) for example in examples]
+    ids = [_tokenise_example(tokenizer, example, tools, where) for example in examples]
     limit = max_prompt_length or max(map(len, ids))
     indices = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
     longest = max(map(len, ids))
@@ -83,7 +83,7 @@ def tokenise(
     )
 
 
-def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) -> tuple[int, ...]:
+def _tokenise_example(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) -> tuple[int, ...]:
     try:
         return first_ids(tokenizer, example.prompt, tools, example.columns)
     except TaskError as error:
@@ -99,7 +99,7 @@ def as_seen(tokenizer: Any, group: Group) -> Group:
 
 def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     """Warnings about prompts that are probably not as their author intended."""
-    marks = _marks(tokenizer)
+    marks = _template_marks(tokenizer)
     texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
     problems = [
         str(m.get("content") or "")
@@ -125,7 +125,7 @@ def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
     if tokenizer is None or not tokenizer.chat_template or not texts:
         return []
-    if ready := [mark for text in texts for mark in _marks(tokenizer) if mark in text]:
+    if ready := [mark for text in texts for mark in _template_marks(tokenizer) if mark in text]:
         return [
             f"prompts that are text hold {ready[0]!r} of the chat template: they are taken as they stand, and no template is applied"
         ]
@@ -135,7 +135,7 @@ def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     ]
 
 
-def _marks(tokenizer: Any) -> list[str]:
+def _template_marks(tokenizer: Any) -> list[str]:
     """The special tokens that the chat template writes."""
     if tokenizer is None:
         return []

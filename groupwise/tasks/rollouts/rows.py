@@ -32,7 +32,7 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
         for group, group_weights in zip(groups, weights, strict=True)
         for rollout, weight in zip(group.rollouts, group_weights, strict=True)
         if weight is not None
-        for row in _rows(rollout, weight)
+        for row in _rows_of_rollout(rollout, weight)
     ]
 
 
@@ -75,32 +75,32 @@ def with_learner_logprobs(
     remaining = iter(logprobs or ())
     learnt = [weight is not None and logprobs is not None for weight in weights]
     rollouts = [
-        replace(rollout, segments=tuple(_learnt(rollout, remaining))) if taught else rollout
+        replace(rollout, segments=tuple(_segments_with_logprobs(rollout, remaining))) if taught else rollout
         for rollout, taught in zip(group.rollouts, learnt, strict=True)
     ]
     assert next(remaining, None) is None, "log-probabilities of more rows than the group has"
     return replace(group, rollouts=tuple(rollouts))
 
 
-def _learnt(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[Segment]:
+def _segments_with_logprobs(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[Segment]:
     """The segments of a rollout whose rows come next in `logprobs`."""
-    for _, segments in _parts(rollout):
-        values = next(logprobs) if any(map(_teaches, segments)) else ()
+    for _, segments in _rollout_parts(rollout):
+        values = next(logprobs) if any(map(_is_trained, segments)) else ()
         start = 0
         for segment in segments:
             end = start + len(segment.token_ids)
-            segment_logprobs = tuple(values[start:end]) if _teaches(segment) else None
+            segment_logprobs = tuple(values[start:end]) if _is_trained(segment) else None
             yield replace(segment, learner_logprobs=segment_logprobs)
             start = end
 
 
-def _rows(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
-    parts = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
+def _rows_of_rollout(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
+    parts = [part for part in _rollout_parts(rollout) if any(map(_is_trained, part[1]))]
     key = (rollout.draw, rollout.member)
-    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in parts]
+    return [replace(_make_row(prompt, part, weight), rollout=key) for prompt, part in parts]
 
 
-def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
+def _rollout_parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
     """The segments, divided at each new row, each part with its prompt."""
     parts: list[tuple[tuple[int, ...], list[Segment]]] = [(rollout.prompt_ids, [])]
     for segment in rollout.segments:
@@ -110,11 +110,11 @@ def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
     return parts
 
 
-def _teaches(segment: Segment) -> bool:
+def _is_trained(segment: Segment) -> bool:
     return segment.source == "policy" and bool(segment.token_ids)
 
 
-def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit) -> Row:
+def _make_row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit) -> Row:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -160,14 +160,14 @@ def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
     old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
     return SiblingRowStats(
         tokens=sum(row.mask),
-        log_weight=_difference(row, old, row.sampling_logprobs),
-        log_ratio=_difference(row, old if policy is None else policy, old),
+        log_weight=_logprob_difference(row, old, row.sampling_logprobs),
+        log_ratio=_logprob_difference(row, old if policy is None else policy, old),
     )
 
 
-def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
+def _logprob_difference(row: Row, logprobs: Sequence[float], reference: Sequence[float]) -> float:
     """The sum of `of` − `to` over the trained tokens."""
-    return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
+    return math.fsum(a - b for a, b, counts in zip(logprobs, reference, row.mask, strict=True) if counts)
 
 
 def _sum_stats(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:

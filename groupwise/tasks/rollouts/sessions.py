@@ -107,24 +107,24 @@ class Sessions:
         try:
             session = self._sessions.get(call.session)
             if session is None:
-                session = await self._rebuilt(call, started)
+                session = await self._rebuild_session(call, started)
             if call.ending:
                 reply = await self._end_session(session, call, started)
-                await self._drop(call.session)
+                await self._drop_session(call.session)
                 return reply
-            reply = await self._turn(session, call, len(call.heard), started)
+            reply = await self._run_turn(session, call, len(call.heard), started)
             session.heard.append(reply.digest)
             return reply
         except _Unusable as problem:
             reason = str(problem)
         except BaseException as error:  # noqa: BLE001 — user code; it fails its rollout only
             reason = f"the environment raised {explain(error).strip()}"
-        await self._drop(call.session)
+        await self._drop_session(call.session)
         return Reply(outcome="failed", reason=printable(reason))
 
-    async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
+    async def _rebuild_session(self, call: SessionCall, started: Started) -> _Session:
         """A new environment that has repeated all turns of the lost one."""
-        started(f"{_name(self._factory)}()", repeated=bool(call.heard))
+        started(f"{_display_name(self._factory)}()", repeated=bool(call.heard))
         environment = self._factory()
         try:
             check_methods(environment, "the environment")
@@ -132,7 +132,7 @@ class Sessions:
             raise _Unusable(str(problem)) from problem
         session = self._sessions[call.session] = _Session(environment)
         for turn, digest in enumerate(call.heard):
-            repeat = await self._turn(session, call, turn, partial(started, repeated=True))
+            repeat = await self._run_turn(session, call, turn, partial(started, repeated=True))
             if repeat.digest != digest:
                 raise _Unusable(
                     f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
@@ -141,15 +141,15 @@ class Sessions:
             session.heard.append(repeat.digest)
         return session
 
-    async def _turn(
+    async def _run_turn(
         self, session: _Session, call: SessionCall, turn: int, started: Started
     ) -> Reply:
         """The start of the rollout (turn 0), or the answer to the completion of a turn (from 1)."""
         begun_at = time.perf_counter()
         reply = await (
-            self._begin(session, call, started)
+            self._call_reset(session, call, started)
             if turn == 0
-            else self._step(session, call.completions[turn - 1], turn, started)
+            else self._call_step(session, call.completions[turn - 1], turn, started)
         )
         seconds = time.perf_counter() - begun_at
         call_json = json.dumps(
@@ -164,11 +164,11 @@ class Sessions:
             reply, seconds=seconds, digest=hashlib.sha256(call_json.encode()).hexdigest()[:16]
         )
 
-    async def _begin(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+    async def _call_reset(self, session: _Session, call: SessionCall, started: Started) -> Reply:
         reset = getattr(session.environment, "reset", None)
         if reset is None:
             return Reply()
-        name = f"{_name(session.environment)}.reset"
+        name = f"{_display_name(session.environment)}.reset"
         started(name)
         call_arguments = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
         arguments = reset_arguments(reset, {**call.columns, **call_arguments})
@@ -176,8 +176,8 @@ class Sessions:
         with _checking_answer_of(name):
             return Reply(prompt=as_prompt(result))
 
-    async def _step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
-        name = f"{_name(session.environment)}.step, turn {turn}"
+    async def _call_step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
+        name = f"{_display_name(session.environment)}.step, turn {turn}"
         started(name)
         result = await _await_if_needed(session.environment.step(completion))
         with _checking_answer_of(name):
@@ -192,15 +192,15 @@ class Sessions:
         for method, weight in (("reward", 1.0), ("metrics", 0.0)):
             function = getattr(session.environment, method, None)
             if function is not None:
-                name = f"{_name(session.environment)}.{method}"
+                name = f"{_display_name(session.environment)}.{method}"
                 started(name)
                 result = await _await_if_needed(function())
                 with _checking_answer_of(name):
                     parts += as_parts(result, None, weight)
-        started(f"{_name(session.environment)}.close")
+        started(f"{_display_name(session.environment)}.close")
         return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun_at)
 
-    async def _drop(self, session: int) -> None:
+    async def _drop_session(self, session: int) -> None:
         """Remove an environment; errors of its `close` are ignored."""
         old_session = self._sessions.pop(session, None)
         close = getattr(old_session and old_session.environment, "close", None)
@@ -222,5 +222,5 @@ async def _await_if_needed(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _name(value: object) -> str:
+def _display_name(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__)

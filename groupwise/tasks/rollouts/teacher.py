@@ -116,7 +116,7 @@ def read_lessons(
     refusals: dict[str, list[Refused]] = {}
     for index, row in enumerate(rows):
         try:
-            lesson = _lesson(tokenizer, index, row, options, where)
+            lesson = _read_lesson(tokenizer, index, row, options, where)
         except Refused as problem:
             if options.strict:
                 raise
@@ -143,7 +143,7 @@ def read_lessons(
 def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
     """The lesson for the record: a rollout for each of its rows, written by a teacher."""
     rollouts = [
-        _rollout(tokenizer, masked, draw, member) for member, masked in enumerate(lesson.rows)
+        _teacher_rollout(tokenizer, masked, draw, member) for member, masked in enumerate(lesson.rows)
     ]
     return Group(draw, lesson.example, tuple(rollouts))
 
@@ -165,7 +165,7 @@ def teacher_row(masked: Masked) -> Row:
 # --- masks ---------------------------------------------------------------------------------------
 
 
-def _lesson(
+def _read_lesson(
     tokenizer: Any, index: int, row: Mapping[str, Any], options: TeacherWay, where: str
 ) -> Lesson:
     location = f"{where}: row {number_of(row, index)}"
@@ -175,10 +175,10 @@ def _lesson(
             ids: tuple[int, ...] | None = None
             if has_form(row, options.text_field):
                 source_example = teacher_example(index, row, text_field=options.text_field, where=where)
-                ids = _whole(tokenizer, source_example.content).ids
+                ids = _all_trained(tokenizer, source_example.content).ids
             tokens = collate(options.collator, row, ids, location)
             example = source_example.example if source_example else Example(index, "", dict(row))
-            return Lesson(example, (_check_tokens(_of_tokens(tokens), options, location),))
+            return Lesson(example, (_check_tokens(_from_tokens(tokens), options, location),))
         source_example = teacher_example(index, row, text_field=options.text_field, where=where)
         return Lesson(
             source_example.example,
@@ -199,19 +199,19 @@ def _mask_content(tokenizer: Any, content: Content, options: TeacherWay) -> list
             "`prompt` and `completion` or of `messages`, or set it to null, which trains such a text whole."
         )
     if isinstance(content, Tokens):
-        return [_of_tokens(content)]
+        return [_from_tokens(content)]
     if options.completion_only is False or isinstance(content, PlainText):
-        return [_whole(tokenizer, content)]
+        return [_all_trained(tokenizer, content)]
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
-    chat = _chat(tokenizer, content)
+    chat = _chat_input(tokenizer, content)
     start = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
     turns = [turn for turn in assistant_turns(chat) if turn >= start]
     prefills = {start: content.prefill} if content.prefill else {}
     return mask_turns(tokenizer, chat, turns[-1:] if options.last_turn_only else turns, prefills)
 
 
-def _whole(tokenizer: Any, content: Content) -> Masked:
+def _all_trained(tokenizer: Any, content: Content) -> Masked:
     """Every token trained."""
     match content:
         case PlainText(text=text):
@@ -219,12 +219,12 @@ def _whole(tokenizer: Any, content: Content) -> Masked:
         case Completion(prompt=prompt, completion=completion):
             return mask_completion(tokenizer, prompt, completion, whole=True)
         case Conversation():
-            return mask_whole_chat(tokenizer, _chat(tokenizer, content))
+            return mask_whole_chat(tokenizer, _chat_input(tokenizer, content))
         case Tokens():
-            return _of_tokens(content)
+            return _from_tokens(content)
 
 
-def _chat(tokenizer: Any, content: Conversation) -> Chat:
+def _chat_input(tokenizer: Any, content: Conversation) -> Chat:
     """The template's input; if the template does not support tools, they are described in the system message."""
     if content.tools and not knows_tools(tokenizer):
         messages = told_of_tools(content.messages, content.tools)
@@ -232,7 +232,7 @@ def _chat(tokenizer: Any, content: Conversation) -> Chat:
     return Chat(content.messages, content.tools, content.template_kwargs)
 
 
-def _of_tokens(tokens: Tokens) -> Masked:
+def _from_tokens(tokens: Tokens) -> Masked:
     """A row of given tokens, whose end is not changed."""
     return Masked(tokens.ids, tokens.mask, ends=1)
 
@@ -274,7 +274,7 @@ def _trained_span(masked: Masked) -> tuple[int, int]:
     return trained[0], trained[-1] + 1
 
 
-def _rollout(tokenizer: Any, masked: Masked, draw: int, member: int) -> Rollout:
+def _teacher_rollout(tokenizer: Any, masked: Masked, draw: int, member: int) -> Rollout:
     start, end = _trained_span(masked)
     pairs = zip(masked.ids[start:end], masked.mask[start:end], strict=True)
     segments = tuple(
