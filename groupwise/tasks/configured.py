@@ -121,7 +121,10 @@ class ConfiguredTask(Task):
     def files(self) -> tuple[str, ...]:
         """See `Task.files`: those of the tasks that are mixed, and of the pipeline that rows go through."""
         pipeline_file = find_pipeline(self._pipeline).file if self._pipeline else None
-        return (*(file for task_set in self._tasks for file in task_set.task.files), *((pipeline_file,) if pipeline_file else ()))
+        return (
+            *(file for task_set in self._tasks for file in task_set.task.files),
+            *((pipeline_file,) if pipeline_file else ()),
+        )
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """See `Task.rubric`; in a mixture with tasks, weights are those of the config's own rewards."""
@@ -201,7 +204,9 @@ def _task_sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
         for number, entry in enumerate(data.mixture)
         if entry.task is not None
     ]
-    labels = [task_set.label for task_set in sets] + [e.label or e.name for e in data.mixture if e.source]
+    labels = [task_set.label for task_set in sets] + [
+        e.label or e.name for e in data.mixture if e.source
+    ]
     for task_set in sets:
         if labels.count(task_set.label) > 1:
             raise TaskError(
@@ -348,7 +353,10 @@ class _Hooks:
         if config_rubric is None:
             return {}
         if isinstance(config_rubric, Router):
-            return {label: _weighted_functions(rubric) for label, rubric in config_rubric.rubrics.items()}
+            return {
+                label: _weighted_functions(rubric)
+                for label, rubric in config_rubric.rubrics.items()
+            }
         sources = [entry for entry in self._data.mixture if entry.source]
         return {entry.label or entry.name: _weighted_functions(config_rubric) for entry in sources}
 
@@ -372,7 +380,9 @@ class _Hooks:
         metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
         details: dict[str, Any] = {}
         for task_set in self._sets_with_hook("compute_metrics"):
-            indices = [n for n, row in enumerate(dataset_rows) if row.get(TASK_COLUMN) == task_set.label]
+            indices = [
+                n for n, row in enumerate(dataset_rows) if row.get(TASK_COLUMN) == task_set.label
+            ]
             if not indices:
                 continue
             result = task_set.task.compute_metrics(

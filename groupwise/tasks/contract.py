@@ -232,14 +232,18 @@ class Task:
         metrics = self._call_hook(
             "compute_metrics",
             prompts=list(prompts),
-            completions=list(completions) if reads_messages else [completion_text(c) for c in completions],
+            completions=list(completions)
+            if reads_messages
+            else [completion_text(c) for c in completions],
             dataset_rows=list(dataset_rows),
             config=config,
             tokenizer=tokenizer,
         )
         if not isinstance(metrics, dict):
             type_name = type(metrics).__name__
-            raise TaskError(f"{self.described}: compute_metrics returned {type_name}. Expected a dict.")
+            raise TaskError(
+                f"{self.described}: compute_metrics returned {type_name}. Expected a dict."
+            )
         return cast("dict[str, Any]", metrics)
 
     def config_schema(self) -> type[BaseModel] | None:
@@ -432,7 +436,9 @@ def _call_style(
     if _accepts_arguments(signature, (), names):
         return "names"
     parameters = list(signature.parameters)
-    displaced = [name for name in names if name in parameters and parameters.index(name) != names.index(name)]
+    displaced = [
+        name for name in names if name in parameters and parameters.index(name) != names.index(name)
+    ]
     return "order" if _accepts_arguments(signature, names, ()) and not displaced else None
 
 

@@ -83,7 +83,9 @@ def check_factory(factory: object, where: str) -> EnvironmentFactory:
         hint = ", not an object of it" if hasattr(factory, "step") else ""
         raise TaskError(f"{where} returned {type(factory).__name__}. {expected}{hint}.")
     if inspect.isclass(factory) and not callable(getattr(factory, "step", None)):
-        raise TaskError(f"{where} returned the class {factory.__name__} without `step`. {expected}.")
+        raise TaskError(
+            f"{where} returned the class {factory.__name__} without `step`. {expected}."
+        )
     return cast("EnvironmentFactory", factory)
 
 

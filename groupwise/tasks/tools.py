@@ -128,7 +128,9 @@ class Tools:
         self._source: Any = tools
         self.calls = calls or HermesCalls()
         functions = (
-            _public_methods(tools) if inspect.isclass(tools) else list(cast("Sequence[Tool]", tools))
+            _public_methods(tools)
+            if inspect.isclass(tools)
+            else list(cast("Sequence[Tool]", tools))
         )
         if not functions:
             raise TaskError(
@@ -138,7 +140,9 @@ class Tools:
         self.names = tuple(schema["function"]["name"] for schema in schemas)
         duplicates = [name for name in self.names if self.names.count(name) > 1]
         if duplicates:
-            raise TaskError(f"Tools: two tools are called `{duplicates[0]}`; give them different names.")
+            raise TaskError(
+                f"Tools: two tools are called `{duplicates[0]}`; give them different names."
+            )
         if isinstance(self.calls, TextCalls) and self.calls.tool not in self.names:
             raise TaskError(
                 f"TextCalls is about the tool `{self.calls.tool}`, but there are: {', '.join(self.names)}."

@@ -119,7 +119,9 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of answers that are correct (as judged by the reward), that have the right number of letters, and that are present at all."""
-    answers = [letters(THINK.last_answer(completion_text(completion)) or "") for completion in completions]
+    answers = [
+        letters(THINK.last_answer(completion_text(completion)) or "") for completion in completions
+    ]
     golds = [letters(row["answer"]) for row in dataset_rows]
     pairs = list(zip(answers, golds, strict=True))
     exact = PureAccuracy(word_bonus=0.0, occurrence=0.0)
@@ -168,8 +170,14 @@ def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
     by_answer: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_answer.setdefault(letters(row["answer"]), []).append(row)
-    groups = iter(Stream("crossword", task_config.seed).sample(list(by_answer.values()), len(by_answer)))
-    sizes = {"eval": task_config.eval_size, "validation": task_config.validation_size, "train": task_config.train_size}
+    groups = iter(
+        Stream("crossword", task_config.seed).sample(list(by_answer.values()), len(by_answer))
+    )
+    sizes = {
+        "eval": task_config.eval_size,
+        "validation": task_config.validation_size,
+        "train": task_config.train_size,
+    }
     used_clues: set[str] = set()
     for split, size in sizes.items():
         split_rows: list[dict[str, Any]] = []
@@ -197,9 +205,13 @@ def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[d
     for row in rows:
         stream = Stream("crossword choices", task_config.seed, row["clue"])
         answer = row["answer"].lower()
-        wrong_answers = stream.sample([other for other in answers if other != answer], len(answers) - 1)
+        wrong_answers = stream.sample(
+            [other for other in answers if other != answer], len(answers) - 1
+        )
         wrong_answers.sort(key=lambda other: abs(len(letters(other)) - len(letters(answer))))
-        choices = stream.among(answer, wrong_answers[: task_config.choices - 1], task_config.choices)
+        choices = stream.among(
+            answer, wrong_answers[: task_config.choices - 1], task_config.choices
+        )
         system, question = row["prompt"]
         content = f"{question['content']}\nOne of: {', '.join(choices)}"
         rows_with_choices.append(
@@ -209,7 +221,9 @@ def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[d
 
 
 def _too_few_message(task_config: TaskConfig, count: int) -> str:
-    requested = "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
+    requested = (
+        "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
+    )
     return (
         f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, validation_size {task_config.validation_size} and "
         f"{requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
@@ -232,7 +246,9 @@ def _clue_row(source_row: Mapping[str, Any]) -> dict[str, Any]:
     if not clue:
         raise Unusable("the clue is empty")
     enumeration_cell = _cell_text(source_row.get("enumeration"))
-    enumeration = enumeration_cell or (ending.group(1).strip() if ending else _letter_counts(answer))
+    enumeration = enumeration_cell or (
+        ending.group(1).strip() if ending else _letter_counts(answer)
+    )
     if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
         raise Unusable("the enumeration does not fit the answer") from unscorable
     return {

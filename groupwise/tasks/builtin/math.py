@@ -232,11 +232,15 @@ def _make_splits(task_config: TaskConfig) -> Splits:
         held_out = task_config.eval_size + task_config.validation_size
         problems = generate(task_config, held_out + (task_config.train_size or GENERATED))
         return _split_problems(problems, task_config, Counter())
-    train_problems, left_out = _problems_of_split(task_config, task_config.source, task_config.source_split)
+    train_problems, left_out = _problems_of_split(
+        task_config, task_config.source, task_config.source_split
+    )
     shuffled = Stream("math", task_config.seed).sample(train_problems, len(train_problems))
     if task_config.eval_split is None:
         return _split_problems(shuffled, task_config, left_out)
-    test_problems, left_out_of_test = _problems_of_split(task_config, task_config.source, task_config.eval_split)
+    test_problems, left_out_of_test = _problems_of_split(
+        task_config, task_config.source, task_config.eval_split
+    )
     test = test_problems[: task_config.eval_size]
     test_keys = {problem.key for problem in test}
     rest = [problem for problem in shuffled if problem.key not in test_keys]
@@ -246,7 +250,10 @@ def _make_splits(task_config: TaskConfig) -> Splits:
 
 
 def _split_problems(
-    problems: Sequence[Problem], task_config: TaskConfig, left_out: Counter[str], test: int | None = None
+    problems: Sequence[Problem],
+    task_config: TaskConfig,
+    left_out: Counter[str],
+    test: int | None = None,
 ) -> Splits:
     """Splits the problems. The test takes the first ones, so it does not depend on the number of training rows. Raises TaskError if
     none are left to train on.
@@ -275,7 +282,9 @@ def _problems_of_split(
     task_config: TaskConfig, source: str, split: str
 ) -> tuple[list[Problem], Counter[str]]:
     return problems_of(
-        read_source(source, task_config.source_config, split, task_config.columns or None), task_config, source
+        read_source(source, task_config.source_config, split, task_config.columns or None),
+        task_config,
+        source,
     )
 
 
@@ -286,7 +295,9 @@ def problems_of(
     question, answer, solution = (_find_column(rows, kind, source) for kind in COLUMNS)
     return usable(
         rows,
-        lambda row: problem_of(task_config, *(row.get(name) for name in (question, answer, solution))),
+        lambda row: problem_of(
+            task_config, *(row.get(name) for name in (question, answer, solution))
+        ),
         lambda problem: problem.key,
         source=source,
         strict=task_config.strict_rows,
@@ -367,11 +378,15 @@ _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 def generate(task_config: TaskConfig, count: int) -> list[Problem]:
     """Makes `count` different problems of the config's levels. Raises TaskError if there seem to be fewer."""
-    return list(_distinct_problems(task_config.min_level, task_config.max_level, task_config.seed, count))
+    return list(
+        _distinct_problems(task_config.min_level, task_config.max_level, task_config.seed, count)
+    )
 
 
 @lru_cache(maxsize=1)  # each hook takes its part of the same problems
-def _distinct_problems(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
+def _distinct_problems(
+    min_level: int, max_level: int, seed: int, count: int
+) -> tuple[Problem, ...]:
     """The first `count` different problems. Raises TaskError if there seem to be fewer."""
     stream = Stream("math", seed)
     problems: dict[str, Problem] = {}
@@ -379,7 +394,11 @@ def _distinct_problems(min_level: int, max_level: int, seed: int, count: int) ->
     while len(problems) < count:
         level = min_level + stream.below(max_level - min_level + 1)
         term = _OF_LEVEL[level](stream)
-        question, worked, key = f"What is {_term_text(term)}?", "\n".join(_worked_steps(term)), _term_key(term)
+        question, worked, key = (
+            f"What is {_term_text(term)}?",
+            "\n".join(_worked_steps(term)),
+            _term_key(term),
+        )
         repeats = repeats + 1 if key in problems else 0
         problems.setdefault(key, Problem(question, str(_evaluate(term)), worked, key, level))
         if repeats == MAX_DUPLICATES_IN_A_ROW:
@@ -433,7 +452,9 @@ def _level_5(stream: Stream) -> Operation:
 
 _OF_LEVEL: dict[int, Callable[[Stream], Operation]] = {
     1: lambda stream: _random_sum(stream, 1, 50),
-    2: lambda stream: _random_product(stream, 12) if stream.below(3) == 0 else _random_sum(stream, 10, 99),
+    2: lambda stream: (
+        _random_product(stream, 12) if stream.below(3) == 0 else _random_sum(stream, 10, 99)
+    ),
     3: _level_3,
     4: _level_4,
     5: _level_5,
@@ -494,7 +515,11 @@ def _worked_steps(term: Term) -> Iterator[str]:
     yield from _worked_steps(term.left)
     yield from _worked_steps(term.right)
     left, right = _evaluate(term.left), _evaluate(term.right)
-    stages = [f"{left} {term.sign} {right}", *_intermediate_steps(term.sign, left, right), str(_evaluate(term))]
+    stages = [
+        f"{left} {term.sign} {right}",
+        *_intermediate_steps(term.sign, left, right),
+        str(_evaluate(term)),
+    ]
     yield " = ".join(dict.fromkeys(stages))
 
 

@@ -205,14 +205,20 @@ def _rows_of_split(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
     """The rows of a split. Earlier splits are made with it, because it must not repeat any of their rows."""
     cached_splits = _cached_splits(task_config.model_dump_json())
     if split not in cached_splits:
-        sizes = {"test": task_config.eval_size, "validation": task_config.validation_size, "train": task_config.train_size}
+        sizes = {
+            "test": task_config.eval_size,
+            "validation": task_config.validation_size,
+            "train": task_config.train_size,
+        }
         needed = SPLITS[: SPLITS.index(split) + 1]
         request = {
             "seed": task_config.seed,
             "sizes": {name: sizes[name] for name in needed},
             "datasets": task_config.model_dump()["datasets"],
         }
-        cached_splits.update(_make_splits(json.dumps(request, sort_keys=True), task_config.generation_time_limit))
+        cached_splits.update(
+            _make_splits(json.dumps(request, sort_keys=True), task_config.generation_time_limit)
+        )
     return [_problem_row(task_config, problem) for problem in cached_splits[split]]
 
 
@@ -224,7 +230,11 @@ def _cached_splits(config_json: str) -> dict[str, list[dict[str, Any]]]:
 
 def _problem_row(task_config: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
     question = [{"role": "user", "content": problem["question"]}]
-    system = [{"role": "system", "content": task_config.system_prompt}] if task_config.system_prompt else []
+    system = (
+        [{"role": "system", "content": task_config.system_prompt}]
+        if task_config.system_prompt
+        else []
+    )
     return {
         "prompt": system + question,
         "answer": problem["answer"],

@@ -61,9 +61,13 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
         suggestions = nearest(name, factory.DATASETS)
         hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
         available = ", ".join(sorted(set(factory.DATASETS) - {"composite"}))
-        raise ValueError(f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {available}.")
+        raise ValueError(
+            f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {available}."
+        )
     kind = factory.DATASETS[name][1]
-    parameter_names = [field.name for field in dataclasses.fields(kind) if field.name not in ("seed", "size")]
+    parameter_names = [
+        field.name for field in dataclasses.fields(kind) if field.name not in ("seed", "size")
+    ]
     for parameter in spec["parameters"]:
         if parameter not in parameter_names:
             suggestions = nearest(parameter, parameter_names)
@@ -73,12 +77,12 @@ def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
             )
     options = {**spec["parameters"], "seed": seed, "size": size}
     try:
-        config = kind(**options) if level is None else _config_of_level(factory, name, level, options)
+        config = (
+            kind(**options) if level is None else _config_of_level(factory, name, level, options)
+        )
         return factory.DATASETS[name][0](config=config)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the dataset `{name}`: {str(error) or type(error).__name__}"
-        ) from error
+        raise ValueError(f"the dataset `{name}`: {str(error) or type(error).__name__}") from error
 
 
 def entry_as_text(entry: Mapping[str, Any]) -> str:
@@ -87,9 +91,7 @@ def entry_as_text(entry: Mapping[str, Any]) -> str:
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"an entry holds something that is no plain value: {text:.200}"
-        ) from error
+        raise ValueError(f"an entry holds something that is no plain value: {text:.200}") from error
     return text
 
 
@@ -153,7 +155,9 @@ def _first_seed(seed: int, source: int, split: str) -> int:
     return start + SPLITS.index(split) * SEEDS_PER_SPLIT
 
 
-def _new_rows(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
+def _new_rows(
+    spec: Spec, source: int, first: int, count: int, seen: set[str]
+) -> list[dict[str, Any]]:
     """Makes `count` problems whose question is not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
@@ -202,7 +206,9 @@ def _entries_of_block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Excep
             else:  # the metadata may have a correct one
                 metadata_answer = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
                 gold = (
-                    metadata_answer if metadata_answer is None or isinstance(metadata_answer, str) else json.dumps(metadata_answer)
+                    metadata_answer
+                    if metadata_answer is None or isinstance(metadata_answer, str)
+                    else json.dumps(metadata_answer)
                 )
                 if gold is not None and dataset.score_answer(gold, entry) < RIGHT:
                     gold = None

@@ -198,7 +198,10 @@ def _make_splits(task_config: TaskConfig) -> Splits:
         revision=task_config.source_revision,
     )
     rows, left_out = rows_of(source_rows, task_config)
-    held_out, train_size = task_config.eval_size + task_config.validation_size, task_config.train_size
+    held_out, train_size = (
+        task_config.eval_size + task_config.validation_size,
+        task_config.train_size,
+    )
     if len(rows) < held_out + (train_size or 1):
         requested = "what is left" if train_size is None else f"train_size {train_size}"
         raise TaskError(
@@ -206,7 +209,11 @@ def _make_splits(task_config: TaskConfig) -> Splits:
             f"{task_config.validation_size} and {requested} to train on. Make the splits smaller, or name a larger source."
         )
     shuffled = Stream("rubric_answers", task_config.seed).sample(rows, len(rows))
-    parts = shuffled[: task_config.eval_size], shuffled[task_config.eval_size : held_out], shuffled[held_out:][:train_size]
+    parts = (
+        shuffled[: task_config.eval_size],
+        shuffled[task_config.eval_size : held_out],
+        shuffled[held_out:][:train_size],
+    )
     return Splits(*(Rows(part, Account(dict(left_out))) for part in parts))
 
 
@@ -217,7 +224,9 @@ def rows_of(
     names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
     return usable(
         source_rows,
-        lambda row: row_of(task_config, {column: row.get(source_column) for column, source_column in names.items()}),
+        lambda row: row_of(
+            task_config, {column: row.get(source_column) for column, source_column in names.items()}
+        ),
         lambda row: question_key(row["question"]),
         source=_source_name(task_config),
         strict=task_config.strict,
@@ -231,7 +240,9 @@ def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> di
         if column not in COLUMNS:
             raise TaskError(f"task.columns: {column!r} is none of {', '.join(COLUMNS)}.")
         if source_column not in available:
-            raise TaskError(f"task.columns: {_source_name(task_config)} has no column {source_column!r}. {_columns_text(available)}")
+            raise TaskError(
+                f"task.columns: {_source_name(task_config)} has no column {source_column!r}. {_columns_text(available)}"
+            )
     names = {
         column: next((name for name in aliases if name in available), None)
         for column, aliases in COLUMNS.items()
@@ -242,7 +253,11 @@ def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> di
                 f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. {_columns_text(available)} Name it: "
                 f"task.columns.{column}=NAME"
             )
-    return {column: source_column for column, source_column in names.items() if source_column is not None}
+    return {
+        column: source_column
+        for column, source_column in names.items()
+        if source_column is not None
+    }
 
 
 def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,9 +274,15 @@ def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:
         if not text:
             raise Unusable(f"the {name} is empty")
     content = (
-        f"{question}\n\nA good answer mentions:\n{rubric}" if task_config.rubric_in_prompt else question
+        f"{question}\n\nA good answer mentions:\n{rubric}"
+        if task_config.rubric_in_prompt
+        else question
     )
-    system = [{"role": "system", "content": task_config.system_prompt}] if task_config.system_prompt else []
+    system = (
+        [{"role": "system", "content": task_config.system_prompt}]
+        if task_config.system_prompt
+        else []
+    )
     score = {"score": cells["score"]} if "score" in cells else {}
     return {
         "prompt": [*system, {"role": "user", "content": content}],

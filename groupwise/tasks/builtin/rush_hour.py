@@ -201,7 +201,11 @@ def _task_config(config: Any) -> TaskConfig:
 
 def _rows_of_split(task_config: TaskConfig, split_name: str) -> list[dict[str, Any]]:
     """The rows of one split. Unused boards of a layout are not given to another split."""
-    sizes = {"eval": task_config.eval_size, "validation": task_config.validation_size, "train": task_config.train_size}
+    sizes = {
+        "eval": task_config.eval_size,
+        "validation": task_config.validation_size,
+        "train": task_config.train_size,
+    }
     layouts = _boards_of_layouts(task_config)
     for split, size in sizes.items():
         boards = islice((solved_board for layout in layouts for solved_board in layout), size)
@@ -212,9 +216,14 @@ def _rows_of_split(task_config: TaskConfig, split_name: str) -> list[dict[str, A
     raise AssertionError(split_name)
 
 
-def _board_row(task_config: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
+def _board_row(
+    task_config: TaskConfig, board: Board, solutions: tuple[Moves, ...]
+) -> dict[str, Any]:
     moves = len(solutions[0])
-    lines = [f"Board ({task_config.size} rows of {task_config.size} cells):", *map(" ".join, board.rows)]
+    lines = [
+        f"Board ({task_config.size} rows of {task_config.size} cells):",
+        *map(" ".join, board.rows),
+    ]
     if task_config.show_optimum:
         lines.append(f"{moves} move{'s are' if moves > 1 else ' is'} enough.")
     if task_config.show_moves:
@@ -252,7 +261,14 @@ def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
     """Boards with their solutions, grouped by layout, without end. Raises TaskError once no more are found."""
-    stream = Stream("rush_hour", task_config.seed, task_config.size, task_config.max_walls, task_config.min_moves, task_config.max_moves)
+    stream = Stream(
+        "rush_hour",
+        task_config.seed,
+        task_config.size,
+        task_config.max_walls,
+        task_config.min_moves,
+        task_config.max_moves,
+    )
     seen: set[tuple[int, tuple[Car, ...]]] = set()
     count, misses = 0, 0
     while misses < MAX_MISSES_IN_A_ROW:
@@ -284,7 +300,10 @@ def _boards(
         return []
     by_moves: dict[int, list[State]] = {}
     for state, moves in solved.distance.items():
-        if task_config.min_moves <= moves <= task_config.max_moves and solved.ways[state] <= MOST_SOLUTIONS:
+        if (
+            task_config.min_moves <= moves <= task_config.max_moves
+            and solved.ways[state] <= MOST_SOLUTIONS
+        ):
             by_moves.setdefault(moves, []).append(state)
     selection: list[State] = []
     while by_moves and len(selection) < BOARDS_OF_A_LAYOUT:
@@ -311,7 +330,8 @@ def _with_solutions(
         cells = [name if mask >> cell & 1 else sign for cell, sign in enumerate(cells)]
     board = board_of("".join(cells), layout.size)
     solutions = tuple(
-        tuple(_move_between(layout, names, *step) for step in path) for path in _shortest_paths(solved, state)
+        tuple(_move_between(layout, names, *step) for step in path)
+        for path in _shortest_paths(solved, state)
     )
     return solvable(board, solutions), solutions
 

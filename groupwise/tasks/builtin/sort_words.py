@@ -122,7 +122,10 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     task_config = _task_config(config)
     used_sets = {frozenset(row["words"]) for row in _eval_and_train_rows(task_config)}
     stream = Stream("sort_words", task_config.seed, "validation")
-    return [_with_completion(row) for row in _draw_rows(stream, task_config, task_config.validation_size, used_sets)]
+    return [
+        _with_completion(row)
+        for row in _draw_rows(stream, task_config, task_config.validation_size, used_sets)
+    ]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardFunction, float]]:
@@ -211,7 +214,9 @@ def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> li
         text = _after_thinking(completion)
         positions = {word: _first_index(word, text) for word in row_words}
         pairs = combinations(sorted(positions), 2)
-        shares.append(_share_true(0 <= positions[first] < positions[second] for first, second in pairs))
+        shares.append(
+            _share_true(0 <= positions[first] < positions[second] for first, second in pairs)
+        )
     return shares
 
 

@@ -125,7 +125,10 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows with a solver's completion."""
     task_config = _task_config(config)
-    return [_with_completion(row) for row in _turn_rows(task_config, "validation", task_config.validation_size)]
+    return [
+        _with_completion(row)
+        for row in _turn_rows(task_config, "validation", task_config.validation_size)
+    ]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
@@ -134,7 +137,10 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., An
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     weights = task_config.weights.model_dump()
     parts = [(Part(name, of, real), weights[name]) for name, of in PARTS.items()]
-    return [*parts, (OverLength(_overlong_length(task_config, config)), task_config.weights.over_length)]
+    return [
+        *parts,
+        (OverLength(_overlong_length(task_config, config)), task_config.weights.over_length),
+    ]
 
 
 def compute_metrics(
@@ -314,7 +320,15 @@ class Turn:
 def _turn_rows(task_config: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """The first `size` rows of a split, no two with the same prompt; a larger size starts with the same rows."""
     words = tuple(words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed))
-    turns = _draw_turns(words, split, task_config.seed, task_config.min_history, task_config.max_history, task_config.choices, size)
+    turns = _draw_turns(
+        words,
+        split,
+        task_config.seed,
+        task_config.min_history,
+        task_config.max_history,
+        task_config.choices,
+        size,
+    )
     return [turn.row for turn in turns]
 
 
@@ -345,7 +359,9 @@ def _draw_turns(
     return tuple(rows.values())
 
 
-def _draw_turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None) -> Turn:
+def _draw_turn(
+    words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None
+) -> Turn:
     secret = words[stream.below(len(words))]
     turns = least + stream.below(most - least + 1)
     guesses: list[str] = []
@@ -356,7 +372,9 @@ def _draw_turn(words: Sequence[str], stream: Stream, least: int, most: int, choi
     knowledge = Knowledge.of(guesses, marks)
     fresh = [word for word in words if word not in guesses]
     shown_words = stream.among(secret, fresh, choices) if choices else []
-    gold = next(word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word))
+    gold = next(
+        word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word)
+    )
     return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
 
 

@@ -119,7 +119,9 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., An
     weights = task_config.weights.model_dump()
     measures: dict[str, Callable[[Played], float]] = {"won": lambda game: float(game.won)}
     measures |= {name: _average_over_turns(of) for name, of in PARTS.items()}
-    return [(Part(name, of, real, task_config.guesses), weights[name]) for name, of in measures.items()]
+    return [
+        (Part(name, of, real, task_config.guesses), weights[name]) for name, of in measures.items()
+    ]
 
 
 def compute_metrics(
@@ -297,7 +299,10 @@ def _game_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
 def _rows_with_games(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     """The rows of a split, each with a game in which every guess is a word of that split that all marks allow."""
     words = words_of(task_config.secrets, task_config.dictionary)
-    pool, stream = words.of(split, task_config.seed), Stream("wordle games", split, task_config.seed)
+    pool, stream = (
+        words.of(split, task_config.seed),
+        Stream("wordle games", split, task_config.seed),
+    )
     return [
         {
             **row,

@@ -110,7 +110,9 @@ class Knowledge:
         most: dict[str, int] = {}
         for guess, guess_marks in zip(guesses, marks, strict=True):
             pairs = list(zip(guess, guess_marks, strict=True))
-            fixed |= {position: letter for position, (letter, mark) in enumerate(pairs) if mark == "G"}
+            fixed |= {
+                position: letter for position, (letter, mark) in enumerate(pairs) if mark == "G"
+            }
             banned |= {(index, letter) for index, (letter, mark) in enumerate(pairs) if mark != "G"}
             for letter in guess:
                 count = sum(guessed == letter and mark != "X" for guessed, mark in pairs)
@@ -141,7 +143,9 @@ class Knowledge:
     def elsewhere(self) -> list[str]:
         """Letters known to occur in unknown places, each as often as is certain."""
         fixed_letters = list(self.fixed.values())
-        counts = {letter: times - fixed_letters.count(letter) for letter, times in self.least.items()}
+        counts = {
+            letter: times - fixed_letters.count(letter) for letter, times in self.least.items()
+        }
         return sorted(letter for letter, times in counts.items() for _ in range(times))
 
 

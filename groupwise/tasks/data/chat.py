@@ -176,9 +176,12 @@ def _make_rows(
         refuse = strict and bool(usable)
         count = sum(map(len, unusable.values()))
         verdict = "cannot be used, and data.strict is true" if refuse else "can be used"
-        headline = f"{count} of {total} rows {verdict}" if refuse else f"none of {total} rows {verdict}"
+        headline = (
+            f"{count} of {total} rows {verdict}" if refuse else f"none of {total} rows {verdict}"
+        )
         lines = [
-            f"  {len(indices)} × {reason} ({_row_numbers_text(indices)})" for reason, indices in unusable.items()
+            f"  {len(indices)} × {reason} ({_row_numbers_text(indices)})"
+            for reason, indices in unusable.items()
         ]
         remedy = (
             "Mend them, or set data.strict to false to leave them out."
@@ -229,7 +232,9 @@ def _make_prompt(value: Any, row: Row, options: PromptWay, changes: list[str]) -
     return _with_system(messages, options.system_prompt, changes)
 
 
-def _strip_blocks(messages: Sequence[Message], options: PromptWay, changes: list[str]) -> list[Message]:
+def _strip_blocks(
+    messages: Sequence[Message], options: PromptWay, changes: list[str]
+) -> list[Message]:
     """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
     stripped: list[Message] = []
     for message in messages:
@@ -292,4 +297,7 @@ def _with_system(
     if not system_prompt or any(m["content"].strip() for m in system_messages):
         return messages
     changes.append("the system prompt was prepended (data.system_prompt)")
-    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m not in system_messages)]
+    return [
+        {"role": "system", "content": system_prompt},
+        *(m for m in messages if m not in system_messages),
+    ]

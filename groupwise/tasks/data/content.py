@@ -37,7 +37,7 @@ DEEPEST = 100
 """Levels of nesting that are described. With the calls that each level needs, they stay within Python's recursion limit from any
 starting depth.
 """
-MOST_ROUNDABOUT = 10_000
+MAX_REPEATED_VISITS = 10_000
 """Most repeated visits to values in cycles. The number of paths through a few dozen values that all refer to each other is
 practically endless.
 """
@@ -51,7 +51,7 @@ def canonical(value: Any) -> Any:
         return _Walk().tell(value)
     except _TangledError:
         return _unsupported_part(
-            f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
+            f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MAX_REPEATED_VISITS} ways"
         )
 
 
@@ -78,16 +78,16 @@ class _Walk:
     """A walk through a value and all that is in it.
 
     A value that contains itself is described by the number of levels up to it, which does not depend on the order in
-    which sets give their entries. All values met are kept here until the end, because their `id` could otherwise be reused.
+    which sets give their entries. All visited values are kept here until the end, because their `id` could otherwise be reused.
     """
 
     def __init__(self) -> None:
-        self.above: dict[int, int] = {}
-        self.met: dict[int, object] = {}
-        self.known: dict[int, Any] = {}
+        self.ancestors: dict[int, int] = {}
+        self.visited: dict[int, object] = {}
+        self.cached: dict[int, Any] = {}
         """Descriptions, by identity, of values whose description does not depend on their position."""
         self.dependent = 0
-        self.roundabout = 0
+        self.repeated_visits = 0
 
     def tell(self, value: Any) -> Any:
         # The real type is used: a proxy or a mock may report another one as its `__class__`.
@@ -99,19 +99,19 @@ class _Walk:
                 return {"integer": hex(value)}
             return value
         name = id(value)
-        if name in self.known:
-            return self.known[name]
-        if name in self.above:
+        if name in self.cached:
+            return self.cached[name]
+        if name in self.ancestors:
             self.dependent += 1
-            return {"up": len(self.above) - self.above[name]}
-        if len(self.above) == DEEPEST:
+            return {"up": len(self.ancestors) - self.ancestors[name]}
+        if len(self.ancestors) == DEEPEST:
             self.dependent += 1
             return _unsupported_part(f"something nested more than {DEEPEST} levels deep")
-        self.roundabout += name in self.met
-        if self.roundabout > MOST_ROUNDABOUT:
+        self.repeated_visits += name in self.visited
+        if self.repeated_visits > MAX_REPEATED_VISITS:
             raise _TangledError
-        self.met[name] = value
-        self.above[name] = len(self.above)
+        self.visited[name] = value
+        self.ancestors[name] = len(self.ancestors)
         count_before = self.dependent
         try:
             content = self._describe_content(value, kind)
@@ -120,9 +120,9 @@ class _Walk:
         except Exception:  # noqa: BLE001 — the code of any class may run here
             content = _unsupported_part(f"objects of {_qualified_name(kind)}")
         finally:
-            del self.above[name]
+            del self.ancestors[name]
         if self.dependent == count_before:
-            self.known[name] = content
+            self.cached[name] = content
         return content
 
     def _describe_content(self, value: Any, kind: Any) -> Any:

@@ -66,6 +66,9 @@ class Gauge:
 
     def _standard_error(self, memory: float) -> float:
         count = len(self.start)
-        squares = sum((next_value - value) * (next_value - value) for value, next_value in pairwise(self.start))
+        squares = sum(
+            (next_value - value) * (next_value - value)
+            for value, next_value in pairwise(self.start)
+        )
         variance = squares / (2 * (count - 1)) if count > 1 else 0.0
         return math.sqrt(variance * (1 / count + (1 - memory) / (1 + memory)))

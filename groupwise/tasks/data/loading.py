@@ -78,7 +78,9 @@ def as_prompts(
 ) -> Rows:
     """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
     processed = _apply_pipeline(_pipeline(data, teacher=False), rows, where, data)
-    prompts = with_prompts(processed, _prompt_options(data), where, strict=data.strict, unscorable=unscorable)
+    prompts = with_prompts(
+        processed, _prompt_options(data), where, strict=data.strict, unscorable=unscorable
+    )
     return Rows(prompts, processed.account + prompts.account)
 
 
@@ -87,7 +89,9 @@ def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
     return None if name is None else find_pipeline(name, teacher=teacher)
 
 
-def _apply_pipeline(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
+def _apply_pipeline(
+    step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig
+) -> Rows:
     """The rows after the pipeline; unchanged without one."""
     return (
         Rows(rows, Account())
@@ -125,12 +129,21 @@ def _parts_of_split(
             rows = with_teacher(source_rows, _prompt_options(data), where, strict=data.strict)
         else:
             why = partial(_unscorable_reason, unscorable, entry)
-            rows = with_prompts(source_rows, _prompt_options(data), where, strict=data.strict, unscorable=why)
+            rows = with_prompts(
+                source_rows, _prompt_options(data), where, strict=data.strict, unscorable=why
+            )
         whole_account = source_rows.account + rows.account
         account += whole_account if data.dataset_mixture is None else whole_account.under(where)
         labelled_rows = [with_label(row, entry, entry.label) for row in rows]
         source_columns = _our_names(data, entry, teacher=teacher).values()
-        parts.append(Part(where, labelled_rows, entry.weight, frozenset(n.partition(".")[0] for n in source_columns)))
+        parts.append(
+            Part(
+                where,
+                labelled_rows,
+                entry.weight,
+                frozenset(n.partition(".")[0] for n in source_columns),
+            )
+        )
     return parts, account
 
 

@@ -107,7 +107,9 @@ def _messages_of_mapping(value: Mapping[str, Any]) -> Any:
     roles, contents = cast("Sequence[Any]", role), cast("Sequence[Any]", content)
     if len(roles) != len(contents):
         raise Unusable("there are not as many roles as contents")
-    return [{"role": speaker, "content": text} for speaker, text in zip(roles, contents, strict=True)]
+    return [
+        {"role": speaker, "content": text} for speaker, text in zip(roles, contents, strict=True)
+    ]
 
 
 def _is_part(entry: Any) -> bool:

@@ -116,7 +116,11 @@ def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
         )
     if how == "common" or (how == "same" and len(common) < len(all_columns)):
         return [_with_columns(part, common) for part in parts]
-    return [_with_columns(part, list(all_columns)) for part in parts] if len(parts) > 1 else list(parts)
+    return (
+        [_with_columns(part, list(all_columns)) for part in parts]
+        if len(parts) > 1
+        else list(parts)
+    )
 
 
 def _with_columns(part: Part, columns: Sequence[str]) -> Part:

@@ -101,7 +101,9 @@ class Share:
 def among(shares: Sequence[Share], indices: Sequence[int]) -> tuple[Share, ...]:
     """The shares reduced to the indices in `kept`, renumbered from 0."""
     new_index = {old: new for new, old in enumerate(indices)}
-    remaining = (replace(s, places=tuple(new_index[n] for n in s.places if n in new_index)) for s in shares)
+    remaining = (
+        replace(s, places=tuple(new_index[n] for n in s.places if n in new_index)) for s in shares
+    )
     return tuple(share for share in remaining if share.places)
 
 

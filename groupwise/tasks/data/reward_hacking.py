@@ -73,7 +73,9 @@ class Signals:
         fresh = [group for group in groups if group.origin == "fresh"]
         rows = [group.example.columns for group in groups]
         for argument in [
-            unfilled for unfilled in self._unfilled if any(r.get(unfilled[1]) is not None for r in rows)
+            unfilled
+            for unfilled in self._unfilled
+            if any(r.get(unfilled[1]) is not None for r in rows)
         ]:
             del self._unfilled[argument]
         statistics = symptoms(fresh)
@@ -118,7 +120,9 @@ class Signals:
         self._least = dict(state.get("least", {}))
         self._active = set(state["active"])
         still_unfilled = [tuple(entry) for entry in state.get("unfilled", self._unfilled)]
-        self._unfilled = {argument: None for argument in self._unfilled if argument in still_unfilled}
+        self._unfilled = {
+            argument: None for argument in self._unfilled if argument in still_unfilled
+        }
 
     @property
     def _reward_is_ready(self) -> bool:

@@ -52,7 +52,9 @@ def symptoms(groups: Sequence[Group]) -> dict[str, float]:
         **_part_statistics(groups),
     }
     return {
-        name: value for name, value in statistics.items() if value is not None and math.isfinite(value)
+        name: value
+        for name, value in statistics.items()
+        if value is not None and math.isfinite(value)
     }
 
 
@@ -112,10 +114,16 @@ def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | Non
 
 
 def _repetition(texts: Sequence[_WrittenText]) -> dict[str, float | None]:
-    lines = [[line.strip() for line in written.text.splitlines() if line.strip()] for written in texts]
+    lines = [
+        [line.strip() for line in written.text.splitlines() if line.strip()] for written in texts
+    ]
     return {
-        "repetition": _finite_mean(1 - len(written.ngrams) / written.count for written in texts if written.count),
-        "repeated_lines": _finite_mean(1 - len(set(text_lines)) / len(text_lines) for text_lines in lines if text_lines),
+        "repetition": _finite_mean(
+            1 - len(written.ngrams) / written.count for written in texts if written.count
+        ),
+        "repeated_lines": _finite_mean(
+            1 - len(set(text_lines)) / len(text_lines) for text_lines in lines if text_lines
+        ),
     }
 
 
@@ -165,13 +173,20 @@ def _part_statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     variance = sum(_dot_product(total, total) for total in totals)
     statistics: dict[str, float | None] = {}
     for name in dict.fromkeys(part.name for part in parts):
-        applied = [[contribution[name] for contribution in group if name in contribution] for group in contributions]
+        applied = [
+            [contribution[name] for contribution in group if name in contribution]
+            for group in contributions
+        ]
         values = [values_by_part.get(name) for values_by_part in part_values]
         statistics[f"value/{name}"] = _finite_mean(value for value in values if value is not None)
         statistics[f"gain/{name}"] = _finite_mean(value for group in applied for value in group)
-        statistics[f"spread/{name}"] = _finite_mean(_deviation(group) for group in applied if len(group) > 1)
+        statistics[f"spread/{name}"] = _finite_mean(
+            _deviation(group) for group in applied if len(group) > 1
+        )
         if name in weighted and variance:
-            all_of = [[contribution.get(name, 0.0) for contribution in group] for group in contributions]
+            all_of = [
+                [contribution.get(name, 0.0) for contribution in group] for group in contributions
+            ]
             explained = sum(map(_dot_product, map(_subtract_mean, all_of), totals))
             statistics[f"share/{name}"] = explained / variance
     return statistics

@@ -107,7 +107,8 @@ class Selection:
         entries = self._sample_replay(block, step, len(open_slots))
         replayed = dict(zip(open_slots[len(open_slots) - len(entries) :], entries, strict=True))
         self._blocks[block] = [
-            easy[slot] or (_replay_choice(replayed[slot]) if slot in replayed else self._next_fresh())
+            easy[slot]
+            or (_replay_choice(replayed[slot]) if slot in replayed else self._next_fresh())
             for slot in range(slots)
         ]
 
@@ -119,7 +120,9 @@ class Selection:
     def finish(self, block: int, used: int) -> None:
         """End a block of which `used` slots were used; the unused examples go to later blocks."""
         unused = self._blocks.pop(block, [])[used:]
-        self._unused = [choice.index for choice in unused if choice.origin == "fresh"] + self._unused
+        self._unused = [
+            choice.index for choice in unused if choice.origin == "fresh"
+        ] + self._unused
 
     def keep(self, draws: Iterable[int]) -> None:
         """Keep the prompts of these draws for replay once their step is committed; does nothing without a replay buffer."""
@@ -153,7 +156,9 @@ class Selection:
             for group in groups:
                 values = [rollout.reward for rollout in group.scored if rollout.reward is not None]
                 rewards.setdefault(group.origin, []).extend(values)
-            metrics |= {f"reward/{origin}": fmean(values) for origin, values in rewards.items() if values}
+            metrics |= {
+                f"reward/{origin}": fmean(values) for origin, values in rewards.items() if values
+            }
         if self.replay is not None:
             means = [entry.mean for entry in self.replay.entries if entry.count]
             metrics |= {

@@ -92,16 +92,24 @@ def teacher_example(
     row = named_messages(dict(row))
     match _form_of_row(row, text_field):
         case "tokens":
-            content, used = tokens_of(row, location), {"input_ids", "labels", "attention_mask", *MASKS}
+            content, used = (
+                tokens_of(row, location),
+                {"input_ids", "labels", "attention_mask", *MASKS},
+            )
         case "messages":
-            chat = _conversation(_parse_messages(row["messages"], location, "messages"), 0, row, location)
+            chat = _conversation(
+                _parse_messages(row["messages"], location, "messages"), 0, row, location
+            )
             content, used = chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
         case "completion":
             content, used = _completion_content(row, location), {
                 "prompt", "completion", "tools", "chat_template_kwargs",
             }  # fmt: skip
         case "text":
-            content, used = PlainText(_require_text(row[text_field], location, text_field)), {text_field}
+            content, used = (
+                PlainText(_require_text(row[text_field], location, text_field)),
+                {text_field},
+            )
         case _:
             raise TaskError(_no_form_message(row, text_field, location))
     if not isinstance(content, Conversation) and row.get(ARGUMENTS):
@@ -212,7 +220,8 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
         )
     indices = [index for index, mark in enumerate(attention) if mark]
     return Tokens(
-        tuple(tokens.ids[index] for index in indices), tuple(tokens.mask[index] for index in indices)
+        tuple(tokens.ids[index] for index in indices),
+        tuple(tokens.mask[index] for index in indices),
     )
 
 
@@ -258,7 +267,9 @@ def _prompt_of(content: Content) -> Prompt:
         case Completion(prompt=prompt):
             return prompt
         case Conversation(messages=messages, begins=begins, prefill=prefill):
-            replies = (n for n, m in enumerate(messages) if n >= begins and m["role"] == "assistant")
+            replies = (
+                n for n, m in enumerate(messages) if n >= begins and m["role"] == "assistant"
+            )
             context = list(messages[: next(replies)])
             return [*context, {"role": "assistant", "content": prefill}] if prefill else context
         case _:

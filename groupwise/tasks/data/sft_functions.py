@@ -107,14 +107,21 @@ def _format_batch(
     return cast("list[Any]", results)
 
 
-def _with_formatted(row: dict[str, Any], formatted: Any, text_field: str, where: str) -> dict[str, Any]:
+def _with_formatted(
+    row: dict[str, Any], formatted: Any, text_field: str, where: str
+) -> dict[str, Any]:
     """The row's columns, with the formatted value in place of the original form."""
     if not _is_formatted(formatted):
         raise TaskError(
             f"{where}: get_sft_formatting_func's function made {type(formatted).__name__} of it. Expected text or chat messages."
         )
-    other_columns = {name: value for name, value in row.items() if name not in (*FORMLESS, text_field)}
-    return like(row, {**other_columns, (text_field if isinstance(formatted, str) else "messages"): formatted})
+    other_columns = {
+        name: value for name, value in row.items() if name not in (*FORMLESS, text_field)
+    }
+    return like(
+        row,
+        {**other_columns, (text_field if isinstance(formatted, str) else "messages"): formatted},
+    )
 
 
 def _tokens_of_batch(batch: Any, where: str) -> Tokens:
@@ -122,7 +129,9 @@ def _tokens_of_batch(batch: Any, where: str) -> Tokens:
         cast("Mapping[str, Any]", batch) if isinstance(batch, Mapping) else {}
     )
     if "input_ids" not in collated or "labels" not in collated:
-        description = f"the keys {', '.join(collated)}" if collated else type(cast("object", batch)).__name__
+        description = (
+            f"the keys {', '.join(collated)}" if collated else type(cast("object", batch)).__name__
+        )
         raise TaskError(
             f"{where}: get_sft_data_collator's collator returned {description}. Expected a batch with `input_ids` and `labels`, "
             f"where {IGNORED} marks tokens that are not trained."

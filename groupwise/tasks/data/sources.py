@@ -103,7 +103,11 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
             raise TaskError(no_column(where, source_name, list(available), f" as {our_name!r}"))
     result: list[Row] = []
     for row in rows:
-        renamed = {our_name: _value_at_path(row, source_name) for our_name, source_name in columns.items() if _has_path(row, source_name)}
+        renamed = {
+            our_name: _value_at_path(row, source_name)
+            for our_name, source_name in columns.items()
+            if _has_path(row, source_name)
+        }
         other_columns = {name: value for name, value in row.items() if name not in columns}
         result.append(like(row, {**renamed, **other_columns}))
     return result
@@ -112,7 +116,11 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
 def no_column(where: str, name: str, available: Sequence[str], use: str = "") -> str:
     """The message that no row has a column; `use` says why it is needed."""
     suggestions = nearest(name, available)
-    hint = f" Did you mean {' or '.join(repr(suggestion) for suggestion in suggestions)}?" if suggestions else ""
+    hint = (
+        f" Did you mean {' or '.join(repr(suggestion) for suggestion in suggestions)}?"
+        if suggestions
+        else ""
+    )
     columns = ", ".join(available) or "none"
     return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {columns}."
 
@@ -205,7 +213,9 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     saved_folder = folder / split if (folder / SAVED_SPLITS).is_file() else folder
     if (saved_folder / SAVED_STATE).is_file():
         file = saved_folder / SAVED_STATE
-        state = _require_row(_parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file))
+        state = _require_row(
+            _parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file)
+        )
         saved_split = state.get("_split") or TRAIN
         if saved_split != split and saved_folder.name != split:
             raise TaskError(
@@ -222,7 +232,9 @@ def _files_of(folder: Path, split: str) -> list[Path]:
                 raise TaskError(
                     f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
                 )
-    candidates = [file for directory in (folder, folder / "data") for file in sorted(directory.glob("*"))]
+    candidates = [
+        file for directory in (folder, folder / "data") for file in sorted(directory.glob("*"))
+    ]
     readable = [file for file in candidates if file.suffix in _READERS and file.is_file()]
     matches = [file for file in readable if re.split(r"[.-]", file.name)[0] == split]
     if not matches:
@@ -253,7 +265,11 @@ def _missing_file_message(source: str, path: Path) -> str:
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     files = [file.name for file in folder.iterdir() if file.suffix in _READERS]
     suggestions = nearest(path.name, files)
-    hint = f" Did you mean {' or '.join(str(folder / name) for name in suggestions)}?" if suggestions else ""
+    hint = (
+        f" Did you mean {' or '.join(str(folder / name) for name in suggestions)}?"
+        if suggestions
+        else ""
+    )
     listing = ", ".join(sorted(files)[:20]) or "none"
     return (
         f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {listing}. A dataset on "
@@ -394,7 +410,9 @@ def _parse_json(text: str, where: str) -> Any:
 
 def _require_row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise TaskError(f'{where} holds {_json_kind(value)}. Expected a row: {{"column": value, …}}.')
+        raise TaskError(
+            f'{where} holds {_json_kind(value)}. Expected a row: {{"column": value, …}}.'
+        )
     return cast("Row", value)
 
 
@@ -428,7 +446,8 @@ def _read_hub(
         dataset = library.load_dataset(source, config, split=split, revision=revision)
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
         raise TaskError(
-            _hub_error_message(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
+            _hub_error_message(source, config, split, revision, error),
+            temporary=hub_errors.will_pass(error),
         ) from error
     finally:
         if was_enabled:
@@ -438,7 +457,8 @@ def _read_hub(
         return list(map(NumberedRow, dataset, numbers))
     indices = range(len(dataset))[:limit] if seed is None else sample(len(dataset), limit, seed)
     return [
-        NumberedRow(row, numbers[index]) for row, index in zip(dataset.select(indices), indices, strict=True)
+        NumberedRow(row, numbers[index])
+        for row, index in zip(dataset.select(indices), indices, strict=True)
     ]
 
 
@@ -453,7 +473,11 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     first = 0
     if match is not None and match["name"] in splits:
         all_rows = range(splits[match["name"]].num_examples)
-        loaded = all_rows[_resolve_bound(match["start"], len(all_rows)) : _resolve_bound(match["stop"], len(all_rows))]
+        loaded = all_rows[
+            _resolve_bound(match["start"], len(all_rows)) : _resolve_bound(
+                match["stop"], len(all_rows)
+            )
+        ]
         first = loaded.start if len(loaded) == dataset.data.num_rows else 0
     indices: Any = getattr(dataset, "_indices", None)
     if not hasattr(indices, "column"):

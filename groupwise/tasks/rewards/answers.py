@@ -147,7 +147,9 @@ def _without_style(text: str) -> str:
     r"""`\text{…}` and braces around the whole."""
     opening = _STYLE.match(text) or re.match(r"\{", text)
     return (
-        text[opening.end() : -1] if opening and closing(text, opening.end()) == len(text) - 1 else text
+        text[opening.end() : -1]
+        if opening and closing(text, opening.end()) == len(text) - 1
+        else text
     )
 
 
@@ -175,7 +177,11 @@ def answer_matches(gold: str, answer: str) -> bool:
     words = words_of(expected)
     try:
         gold_tree, answer_tree = parse_answer(expected, words), parse_answer(given, words)
-        return gold_tree is not None and answer_tree is not None and trees_match(gold_tree, answer_tree)
+        return (
+            gold_tree is not None
+            and answer_tree is not None
+            and trees_match(gold_tree, answer_tree)
+        )
     except RecursionError:  # a product of hundreds of factors
         return False
 

@@ -60,7 +60,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "is a": isinstance,
     "item": operator.getitem,
     "put": operator.setitem,
-    **{function.__name__: function for function in (bool, float, hash, int, iter, len, next, repr, str)},
+    **{
+        function.__name__: function
+        for function in (bool, float, hash, int, iter, len, next, repr, str)
+    },
     **{
         name: getattr(operator, name)
         for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
@@ -96,7 +99,11 @@ class _Solution:
             after = self._contents_of(question["shown"])
             result, changes = (
                 answer,
-                [[number, content] for number, content in after.items() if content != before[number]],
+                [
+                    [number, content]
+                    for number, content in after.items()
+                    if content != before[number]
+                ],
             )
             by_number = question["do"] == "call" and _has_methods(result)
             reply = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
@@ -120,7 +127,9 @@ class _Solution:
         try:
             exec(program, self._module.__dict__)
         except (Exception, SystemExit):
-            values = (value for value in vars(self._module).values() if hasattr(value, "__module__"))
+            values = (
+                value for value in vars(self._module).values() if hasattr(value, "__module__")
+            )
             if not any(value.__module__ == MODULE for value in values):
                 raise
         names = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
@@ -143,7 +152,9 @@ class _Solution:
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             encoded = [self._ledger.to_json(argument) for argument in arguments]
-            encoded_keywords = [[key, self._ledger.to_json(argument)] for key, argument in keywords.items()]
+            encoded_keywords = [
+                [key, self._ledger.to_json(argument)] for key, argument in keywords.items()
+            ]
             self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
             while "answer" not in (message := self._line.receive()):
                 self._answer_question(message)

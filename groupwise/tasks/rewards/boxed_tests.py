@@ -125,7 +125,11 @@ class Plan:
         trees = [_parse_tests(text) for text in texts]
         checking = _checking_functions(trees)
         steps_of_texts = [_test_steps(tree, entry_point, checking) for tree in trees]
-        steps = steps_of_texts[0] if isinstance(tests, str) else [_join_steps(pieces) for pieces in steps_of_texts]
+        steps = (
+            steps_of_texts[0]
+            if isinstance(tests, str)
+            else [_join_steps(pieces) for pieces in steps_of_texts]
+        )
         if not any(step.is_test for step in steps):
             raise BrokenTests(
                 "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
@@ -160,7 +164,12 @@ class Plan:
                 )
         names &= {*entry, WRAPPER} if entry else names
         return cls(
-            tuple(steps), frozenset(names), frozenset(modules), library, frozenset(defined), entry_point
+            tuple(steps),
+            frozenset(names),
+            frozenset(modules),
+            library,
+            frozenset(defined),
+            entry_point,
         )
 
 
@@ -204,7 +213,10 @@ def _test_steps(tree: ast.Module, entry_point: str | None, checking: frozenset[s
     # A statement counts as a check if it holds an assert that can fail, a raise, or a call that does either.
     return [
         *(
-            Step([statement], any(_is_check(node, checking) for node in _reachable_statements(statement)))
+            Step(
+                [statement],
+                any(_is_check(node, checking) for node in _reachable_statements(statement)),
+            )
             for statement in tree.body
         ),
         *calls,
@@ -294,7 +306,9 @@ def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
     read: set[str] = set()
     for text in texts:
         tables = [symtable.symtable(text, "<tests>", "exec")]
-        defined |= {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
+        defined |= {
+            s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()
+        }
         while tables:
             table = tables.pop()
             tables += table.get_children()
@@ -348,7 +362,9 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def _library_names(trees: Sequence[ast.Module], names: Set[str], *, no_entry_point: bool) -> dict[str, str]:
+def _library_names(
+    trees: Sequence[ast.Module], names: Set[str], *, no_entry_point: bool
+) -> dict[str, str]:
     """Finds the names of common modules that the tests use to judge: they are called with the result of another name, read without
     being called, or rarely something else. `alone`: if nothing else is read, these names are themselves under test.
     """
@@ -366,7 +382,11 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
-        inner = {_root_name(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
+        inner = {
+            _root_name(inner_call)
+            for inner_call in ast.walk(call)
+            if isinstance(inner_call, ast.Call)
+        }
         if isinstance(call.func, ast.Name) and (inner & names) - {call.func.id}:
             yield call.func.id
     functions = {id(call.func) for call in called}
@@ -395,7 +415,11 @@ def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
         match node:
             case ast.Assert(test):
                 for call in _asserted_calls(test):
-                    inner = {_root_name(inner_call) for inner_call in ast.walk(call) if isinstance(inner_call, ast.Call)}
+                    inner = {
+                        _root_name(inner_call)
+                        for inner_call in ast.walk(call)
+                        if isinstance(inner_call, ast.Call)
+                    }
                     if (inner & names) - {_root_name(call)}:
                         yield _root_name(call)
             case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
@@ -511,7 +535,9 @@ class SolutionProcess:
     def as_module(self, test_names: Set[str]) -> types.ModuleType:
         """A module for tests that import the solution. A star import of it replaces neither built-in names nor the tests' own."""
         module = types.ModuleType(MODULE)
-        module.__dict__["__all__"] = sorted(self.names - test_names - _BUILTINS - sys.stdlib_module_names)
+        module.__dict__["__all__"] = sorted(
+            self.names - test_names - _BUILTINS - sys.stdlib_module_names
+        )
         module.__dict__["__getattr__"] = self._attribute_of_module
         return module
 
@@ -620,10 +646,18 @@ class Remote:
 
     __getitem__ = _remote_operation("item")
     __setitem__ = _remote_operation("put")
-    __iter__, __next__, __len__ = _remote_operation("iter"), _remote_operation("next"), _remote_operation("len")
+    __iter__, __next__, __len__ = (
+        _remote_operation("iter"),
+        _remote_operation("next"),
+        _remote_operation("len"),
+    )
     __bool__ = _remote_operation("bool")
     __int__, __float__ = _remote_operation("int"), _remote_operation("float")
-    __str__, __repr__, __neg__ = _remote_operation("str"), _remote_operation("repr"), _remote_operation("neg")
+    __str__, __repr__, __neg__ = (
+        _remote_operation("str"),
+        _remote_operation("repr"),
+        _remote_operation("neg"),
+    )
     __eq__ = _between_remotes("eq")
     __lt__, __le__ = _between_remotes("lt"), _between_remotes("le")
     __gt__, __ge__ = _between_remotes("gt"), _between_remotes("ge")

@@ -245,7 +245,9 @@ class Ledger:
             case datetime.timedelta():
                 return {"span": [value.days, value.seconds, value.microseconds]}
             case datetime.date() | datetime.time():
-                kind = next(name for name, time_type in _TIMES.items() if isinstance(value, time_type))
+                kind = next(
+                    name for name, time_type in _TIMES.items() if isinstance(value, time_type)
+                )
                 return {kind: value.isoformat()}
             case _:
                 return self._name_reference(value) or self._by_number(value)
@@ -260,7 +262,9 @@ class Ledger:
 
     def _by_number(self, value: Any) -> Json:
         if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-            items = self._list_to_json(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
+            items = self._list_to_json(
+                islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False
+            )
             return {"iterator" if isinstance(value, Iterator) else "list": items}
         if not self._stays(value):
             raise NotPlain(f"{type(value).__name__}")

@@ -53,7 +53,10 @@ def last_boxed(text: str) -> str | None:
         return group[-1].inside
     start, end = group[0].start, group[-1].end
     formula_start, formula_end, in_formula = _formula_around(text, start, end)
-    before, after = text[max(formula_start, start - _NEAR) : start], text[end : min(formula_end, end + _NEAR)]
+    before, after = (
+        text[max(formula_start, start - _NEAR) : start],
+        text[end : min(formula_end, end + _NEAR)],
+    )
     if is_separate or not (_ends_apart(before, in_formula) and _begins_apart(after, in_formula)):
         return _without_boxes(text[formula_start:formula_end])
     return ", ".join(box.inside for box in group)

@@ -43,7 +43,9 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
 def _checked_entries(entries: Sequence[Any] | None) -> Any:
     """Checks that each entry names a reward. The names are resolved when a run is prepared."""
     if entries is not None:
-        refuse([_entry_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
+        refuse(
+            [_entry_problem(entry) for entry in entries] or ["the list is empty; name a reward."]
+        )
     return entries
 
 

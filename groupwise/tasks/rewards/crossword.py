@@ -128,7 +128,10 @@ class PureAccuracy:
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
         enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
         lengths = [
-            _forms_of_length(forms, _stated_length({name: values[index] for name, values in enumerations.items()}))
+            _forms_of_length(
+                forms,
+                _stated_length({name: values[index] for name, values in enumerations.items()}),
+            )
             for index, forms in enumerate(golds)
         ]
         texts = completion_texts(completions, columns, self.reasoning_tag)
@@ -237,7 +240,9 @@ def _gold_letters(gold: str) -> str:
 def _forms_of_length(forms: Sequence[str], length: int | None) -> frozenset[str]:
     """The letters of the accepted forms that have the expected length."""
     spellings = {_gold_letters(form) for form in forms}
-    fitting = frozenset(spelling for spelling in spellings if length is None or len(spelling) == length)
+    fitting = frozenset(
+        spelling for spelling in spellings if length is None or len(spelling) == length
+    )
     if not fitting:
         lengths = " or ".join(str(len(spelling)) for spelling in sorted(spellings))
         raise ValueError(

@@ -99,7 +99,9 @@ def _evaluate_sum(node: Node, point: Point) -> Value:
 def _evaluate_product(node: Node, point: Point) -> Value:
     product: Value = Fraction(1)
     for part in node.parts:
-        product = _require_bounded(_apply_exactly(operator.mul, product, _evaluate(part, point), point))
+        product = _require_bounded(
+            _apply_exactly(operator.mul, product, _evaluate(part, point), point)
+        )
     return product
 
 
@@ -124,7 +126,9 @@ def _to_real(value: Value, point: Point) -> Value:
     return value
 
 
-def _apply_exactly(operation: Callable[[Any, Any], Any], one: Value, other: Value, point: Point) -> Value:
+def _apply_exactly(
+    operation: Callable[[Any, Any], Any], one: Value, other: Value, point: Point
+) -> Value:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return operation(one, other)
     return operation(_to_real(one, point), _to_real(other, point))
@@ -193,7 +197,9 @@ def _call_with_numbers(name: str, values: list[Value], point: Point) -> Value:
         case "root", [of, degree]:
             return _take_root(of, degree, point)
         case _:
-            return _call_transcendental(name, [_to_real(value, point) for value in values], context, point)
+            return _call_transcendental(
+                name, [_to_real(value, point) for value in values], context, point
+            )
 
 
 def _take_root(of: Value, degree: Value, point: Point) -> Value:
@@ -265,7 +271,9 @@ def _named_function_value(node: Node, point: Point) -> Value:
         argument = _evaluate(part, point)
         for power in (1, 2, 3):
             factor = point.of(f"{node.name}({index},{power})")
-            term = _apply_exactly(operator.mul, factor, _raise_power(argument, Fraction(power), point), point)
+            term = _apply_exactly(
+                operator.mul, factor, _raise_power(argument, Fraction(power), point), point
+            )
             total = _require_bounded(_apply_exactly(operator.add, total, term, point))
     return total
 

@@ -97,7 +97,9 @@ class XmlCount(_Layout):
             self.tags.counts(without_empty_pairs(self.tags, text)),
             strict=True,
         )
-        return self.each * sum(count == nonempty_count == 1 for count, nonempty_count in count_pairs)
+        return self.each * sum(
+            count == nonempty_count == 1 for count, nonempty_count in count_pairs
+        )
 
 
 @reward("match_format")

@@ -130,7 +130,9 @@ class Judge:
                 _MODES[self.mode](self, session, prompt, rubric, [texts[i] for i in members])
                 for (prompt, rubric), members in groups.items()
             ]
-            for members, opinions in zip(groups.values(), await asyncio.gather(*tasks), strict=True):
+            for members, opinions in zip(
+                groups.values(), await asyncio.gather(*tasks), strict=True
+            ):
                 for index, opinion in zip(members, opinions, strict=True):
                     values[index], answers[index] = opinion.value, opinion.said
         if log_metric is not None:

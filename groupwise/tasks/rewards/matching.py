@@ -99,7 +99,11 @@ def keyword_match(
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
     """Share of the keywords that a text contains, ignoring case; None if there are none."""
     folded_keywords, folded_text = {word.casefold() for word in keywords}, text.casefold()
-    return sum(word in folded_text for word in folded_keywords) / len(folded_keywords) if folded_keywords else None
+    return (
+        sum(word in folded_text for word in folded_keywords) / len(folded_keywords)
+        if folded_keywords
+        else None
+    )
 
 
 def _parse_keywords(value: Any) -> set[str]:

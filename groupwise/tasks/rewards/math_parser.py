@@ -366,7 +366,8 @@ class _Parser:
         if not long or not is_unit(token.text, upright=False):
             return None
         while (
-            self._peek(offset).text in (r"\triangle", r"\angle") or self._peek(offset).text.isupper()
+            self._peek(offset).text in (r"\triangle", r"\angle")
+            or self._peek(offset).text.isupper()
         ):
             offset += 1
         if self._peek(offset).text != "=":
@@ -388,7 +389,9 @@ class _Parser:
         if negative:
             quantity = Node("*", (number_node(-1), quantity))
         unit, scale, percent = self._parse_unit(currency)
-        if unit and not can_follow_number(unit, self._unit_words, scale == 1 and _at_most_one(quantity)):
+        if unit and not can_follow_number(
+            unit, self._unit_words, scale == 1 and _at_most_one(quantity)
+        ):
             raise ParseError(f"{unit!r} is no unit")
         if scale != 1:
             quantity = Node("*", (quantity, number_node(scale)))
@@ -493,7 +496,9 @@ class _Parser:
     def _parse_sum(self) -> Node:
         self._enter_level()
         terms = [self._parse_signed_product()]
-        while self._next_is("+", "-", r"\pm", r"\mp", r"\cup", r"\cap", r"\setminus", r"\backslash"):
+        while self._next_is(
+            "+", "-", r"\pm", r"\mp", r"\cup", r"\cap", r"\setminus", r"\backslash"
+        ):
             sign = self._next_token().text
             term = self._parse_signed_product()
             if sign == "-":
@@ -559,7 +564,9 @@ class _Parser:
         """True for the letter x between two numbers, as in `2 x 10^3`."""
         previous = self._tokens[self._position - 1] if self._position else Token("end", "", False)
         return (
-            self._peek().text == "x" and previous.kind == "number" and self._peek(1).kind == "number"
+            self._peek().text == "x"
+            and previous.kind == "number"
+            and self._peek(1).kind == "number"
         )
 
     def _begins_factor(self, left: Node) -> bool:
@@ -634,7 +641,9 @@ class _Parser:
                     raise ParseError("a double factorial")
                 base = Node("call", (base,), name="factorial")
             elif (
-                self._next_is("°") and self._peek(1).text.strip() not in ("C", "F") and self._in_function
+                self._next_is("°")
+                and self._peek(1).text.strip() not in ("C", "F")
+                and self._in_function
             ):
                 self._position += 1
                 base = Node("call", (base,), name="degrees")
@@ -827,7 +836,9 @@ class _Parser:
             return self._parse_subscript(Node("name", name=name))
         commands: dict[str, Callable[[], Node]] = {
             "frac": lambda: Node("/", (self._parse_argument(), self._parse_argument())),
-            "binom": lambda: Node("call", (self._parse_argument(), self._parse_argument()), name="binom"),
+            "binom": lambda: Node(
+                "call", (self._parse_argument(), self._parse_argument()), name="binom"
+            ),
             "sqrt": self._parse_root,
             "{": self._parse_set,
             "lfloor": lambda: self._parse_rounding("floor"),

@@ -95,7 +95,10 @@ class MathAnswer:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         reasoning_tags = () if self.reasoning_tag is None else (self.reasoning_tag,)
         texts = completion_texts(completions, columns, *reasoning_tags)
-        answers = [answer_of(text, self.answer_tag, *reasoning_tags, untagged=self.untagged) for text in texts]
+        answers = [
+            answer_of(text, self.answer_tag, *reasoning_tags, untagged=self.untagged)
+            for text in texts
+        ]
         record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
         return each_alone(self._reward, texts, answers, golds)
 
@@ -119,7 +122,9 @@ class MathAnswer:
             if distance <= Fraction(1, 10):
                 return self.within_10_percent
             return self.within_20_percent if distance <= Fraction(1, 5) else self.wrong
-        return self.exact if answer in forms and self._is_exact_in_tag(answer, text) else self.trimmed
+        return (
+            self.exact if answer in forms and self._is_exact_in_tag(answer, text) else self.trimmed
+        )
 
     def _is_exact_in_tag(self, answer: str, text: str) -> bool:
         """True if the last answer tag holds exactly the answer, without white space around it."""

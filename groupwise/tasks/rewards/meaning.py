@@ -123,7 +123,9 @@ def _union(parts: Iterable[Interval]) -> list[Interval]:
     for part in sorted(nonempty, key=lambda part: (_sort_key(part[0]), not part[1])):
         if merged and _touch(merged[-1], part):
             previous = merged[-1]
-            farther = max((previous, part), key=lambda interval: (_sort_key(interval[2]), interval[3]))
+            farther = max(
+                (previous, part), key=lambda interval: (_sort_key(interval[2]), interval[3])
+            )
             merged[-1] = (previous[0], previous[1], farther[2], farther[3])
         else:
             merged.append(part)
@@ -262,7 +264,9 @@ def _normalise(node: Node) -> Node:
         # `x = 2 + 3 = 5`: a name and one value, written several times. Raises Undecided if the values differ.
         first, *rest = node.parts
         is_name = first.kind in ("name", "applied")
-        values = [value for value in rest if value.kind != "name"] or rest if is_name else node.parts
+        values = (
+            [value for value in rest if value.kind != "name"] or rest if is_name else node.parts
+        )
         if any(not expressions_equal(values[0], value) for value in values[1:]):
             raise Undecided("a chain of different values")
         return Node("relation", (first, values[-1]), name="=") if is_name else values[-1]
@@ -464,7 +468,11 @@ def _by_place(gold: Node, answer: Node) -> Verdict:
         )
     if len(kinds) == 1 and kinds <= {"tuple", "matrix", "row"}:
         return _match_in_order(gold.parts, answer.parts)
-    if kinds == {"interval"} and gold.name == answer.name and _match_in_order(gold.parts, answer.parts):
+    if (
+        kinds == {"interval"}
+        and gold.name == answer.name
+        and _match_in_order(gold.parts, answer.parts)
+    ):
         return True
     return False if "matrix" in kinds else None
 
@@ -527,7 +535,8 @@ def _items(node: Node) -> tuple[Node, ...]:
 
 def _match_in_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     return len(golds) == len(answers) and all(
-        _apply_rules(_normalise(one), _normalise(other)) for one, other in zip(golds, answers, strict=True)
+        _apply_rules(_normalise(one), _normalise(other))
+        for one, other in zip(golds, answers, strict=True)
     )
 
 
@@ -539,7 +548,11 @@ def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     for gold in golds:
         same_kind = ((gold.kind == "set") == (part.kind == "set") for part in remaining)
         index = next(
-            (position for position, kind in enumerate(same_kind) if kind and _apply_rules(gold, remaining[position])),
+            (
+                position
+                for position, kind in enumerate(same_kind)
+                if kind and _apply_rules(gold, remaining[position])
+            ),
             None,
         )
         if index is None:
@@ -579,7 +592,8 @@ def _same_relations(gold: Node, answer: Node) -> bool:
             "relation", answer.parts[::-1], name="".join(map(_flip_relation, answer.name[::-1]))
         )
         return any(
-            gold.name == candidate.name and _match_in_order(gold.parts, candidate.parts) for candidate in (answer, flipped)
+            gold.name == candidate.name and _match_in_order(gold.parts, candidate.parts)
+            for candidate in (answer, flipped)
         )
     if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
         return gold.name == answer.name and _match_in_order(gold.parts, answer.parts)
@@ -620,7 +634,9 @@ def _same_systems(gold: Node, answer: Node) -> bool:
             and (gold.name == "or") == (answer.name == "or")
             and _in_any_order(gold.parts, answer.parts)
         )
-    gold_names, answer_names = [sorted({name for name, _ in assignments if name}) for assignments in (one, other)]
+    gold_names, answer_names = [
+        sorted({name for name, _ in assignments if name}) for assignments in (one, other)
+    ]
     if len(gold_names) > 1 and (gold.name == "or") != (answer.name == "or"):
         return False
     if gold_names and answer_names:

@@ -31,7 +31,9 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
         shape = _shape_of(named_arguments.get("prompts"), named_arguments.get("completions"))
         if shape is None:
             return function(*arguments, **keywords)
-        answer = function(**{name: shape.flat(name, value) for name, value in named_arguments.items()})
+        answer = function(
+            **{name: shape.flat(name, value) for name, value in named_arguments.items()}
+        )
         return _nest_awaited(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
 
     return standing_for(function, reward, name)

@@ -39,7 +39,9 @@ def other_names() -> dict[str, Meant]:
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return {
         name: Meant(
-            tuple(meaning["rewards"]), meaning["remark"], tuple(meaning.get("parameters", {}).items())
+            tuple(meaning["rewards"]),
+            meaning["remark"],
+            tuple(meaning.get("parameters", {}).items()),
         )
         for meaning in tomllib.loads(text)["meaning"]
         for name in meaning["names"]

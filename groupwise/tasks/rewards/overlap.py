@@ -98,7 +98,9 @@ class RubricOverlap:
         run = COPIED_RUN if self.copied_run is None else self.copied_run
         new_words = set(own_words(answer_words, prompt_words, run))
         likeness = max(similarity(answer_words, model) for model in models)
-        return self.rubric_points * overlap(new_words, vocabulary) + self.reference_points * likeness
+        return (
+            self.rubric_points * overlap(new_words, vocabulary) + self.reference_points * likeness
+        )
 
 
 def words(text: str) -> list[str]:
@@ -129,7 +131,9 @@ def stands_in(rubric: Any, prompt: Prompt) -> bool:
     lines = [[words(line) for line in _all_text(criterion).splitlines()] for criterion in criteria]
     phrases = [[" ".join(line) for line in criterion_lines if line] for criterion_lines in lines]
     return any(phrases) and all(
-        any(f" {line} " in prompt_text for line in criterion_phrases) for criterion_phrases in phrases if criterion_phrases
+        any(f" {line} " in prompt_text for line in criterion_phrases)
+        for criterion_phrases in phrases
+        if criterion_phrases
     )
 
 

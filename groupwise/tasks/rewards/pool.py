@@ -131,7 +131,9 @@ class WorkerPool:
             self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
         )
         if isinstance(outcome, Answered) and "error" in outcome.message:
-            raise self._kind.error(f"{_with_article(self._kind)} reports: {outcome.message['error']}")
+            raise self._kind.error(
+                f"{_with_article(self._kind)} reports: {outcome.message['error']}"
+            )
         return outcome
 
     async def close(self) -> None:
@@ -231,7 +233,9 @@ class _Slot:
                 outcome = process.begin(self._setup, self._start_limit)
                 match outcome:
                     case Answered({"start_failed": message}):
-                        raise self._kind.error(f"{_with_article(self._kind)} cannot start: {message}")
+                        raise self._kind.error(
+                            f"{_with_article(self._kind)} cannot start: {message}"
+                        )
                     case Answered():
                         return process
                     case TimedOut():
@@ -367,9 +371,13 @@ class _Process:
             reason = (
                 how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
             )
-            return Died(f"the {self._kind.name} ended during the call ({reason}){self._running_text()}")
+            return Died(
+                f"the {self._kind.name} ended during the call ({reason}){self._running_text()}"
+            )
         except ValueError as error:
-            return Died(f"the {self._kind.name} sent no readable answer ({error}){self._running_text()}")
+            return Died(
+                f"the {self._kind.name} sent no readable answer ({error}){self._running_text()}"
+            )
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         """The next message. Raises TimeoutError, EOFError if the process has ended, ValueError for unreadable input."""

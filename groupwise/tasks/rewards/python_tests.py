@@ -109,7 +109,9 @@ def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) 
     blocks = [_read_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
         for closed in (True, False):
-            codes = [block.code for block in blocks if block.label in labels and block.whole is closed]
+            codes = [
+                block.code for block in blocks if block.label in labels and block.whole is closed
+            ]
             if codes:
                 defining = [code for code in codes if _defines(code, names)]
                 return (defining or codes)[-1]
@@ -229,7 +231,9 @@ class RowTests:
                 return cls._of_calls(*_listed_calls(calls, entry or _begun_in(row)))
             table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
             if function := table.get("fn_name"):
-                return cls._of_calls(function, [_make_call(*pair) for pair in _input_output_pairs(table)])
+                return cls._of_calls(
+                    function, [_make_call(*pair) for pair in _input_output_pairs(table)]
+                )
             programs = tuple(_parse_cases(cases, name, numbers=entry is None))
             return cls(
                 of_program=programs,
@@ -307,10 +311,16 @@ def _source_column(row: Mapping[str, Any]) -> tuple[str, Any]:
     for name, value in by_column.items():
         if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
             by_column[name] = _unpack_private_cases(value)
-    truths = [(name, by_column.pop(name)) for name in ("ground_truth", "reward_model") if name in by_column]
+    truths = [
+        (name, by_column.pop(name))
+        for name in ("ground_truth", "reward_model")
+        if name in by_column
+    ]
     preferred = {name: by_column[name] for name in ("tests", "test_cases") if name in by_column}
     by_column = preferred or _merge_public_private(by_column)
-    by_column = by_column or dict([pair for name, value in truths for pair in _tests_in_truth(name, value)][:1])
+    by_column = by_column or dict(
+        [pair for name, value in truths for pair in _tests_in_truth(name, value)][:1]
+    )
     if len(by_column) > 1:
         first, second, *_ = by_column
         raise ValueError(
@@ -508,7 +518,8 @@ def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Ca
     if partial := [case for case in cases if not {"input", "output"} <= case.keys()]:
         raise ValueError(f"has a test case {partial[0]!r:.80}; expected `input` and `output`")
     calls = [
-        _make_call(case["input"], case["output"], accept_list=_case_kind(case) != "functional") for case in cases
+        _make_call(case["input"], case["output"], accept_list=_case_kind(case) != "functional")
+        for case in cases
     ]
     return names.pop(), calls
 
@@ -528,7 +539,11 @@ def _make_call(inputs: Any, expected: Any, *, accept_list: bool = False) -> _Cal
         if accept_list and len(arguments) == 1 and isinstance(arguments[0], list):
             arguments = cast("list[Any]", arguments[0])
         return arguments, [_parse_result(expected)]
-    right = [expected, _parse_result(expected)] if accept_list and isinstance(expected, str) else [expected]
+    right = (
+        [expected, _parse_result(expected)]
+        if accept_list and isinstance(expected, str)
+        else [expected]
+    )
     return ([inputs] if isinstance(inputs, int | float) else inputs), right
 
 
@@ -538,9 +553,7 @@ def _parse_arguments(text: str) -> list[Any]:
     try:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise ValueError(
-            f"has the input {text!r:.80}, whose lines are no JSON: {error}"
-        ) from error
+        raise ValueError(f"has the input {text!r:.80}, whose lines are no JSON: {error}") from error
 
 
 def _parse_result(expected: Any) -> Any:
@@ -705,11 +718,15 @@ async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequen
     solution_end, judge_end = socket.socketpair()
     receiver, verdicts = socket.socketpair()
     box_limits = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
-    test_source = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
+    test_source = (
+        tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
+    )
     serving = _sandbox_program(
         "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
     )
-    judging = _sandbox_program("boxed_tests:judge", tests=test_source, entry_point=tests.entry_point)
+    judging = _sandbox_program(
+        "boxed_tests:judge", tests=test_source, entry_point=tests.entry_point
+    )
     solution = Box(serving, limits=box_limits, channels=[solution_end], require=require)
     judge = Box(judging, limits=box_limits, channels=[judge_end, verdicts], require=require)
     with receiver, solution_end, judge_end, verdicts:
@@ -835,7 +852,11 @@ class PythonTests:
             raise ValueError(
                 f"runs code in a sandbox, which cannot be had here: {problem}"
             ) from problem
-        description = ", ".join(f"{name} ({' and '.join(mechanisms)})" for name, mechanisms in protections.items() if mechanisms)
+        description = ", ".join(
+            f"{name} ({' and '.join(mechanisms)})"
+            for name, mechanisms in protections.items()
+            if mechanisms
+        )
         lacking = missing(protections)
         if unmet := [name for name in self.require if name in lacking]:
             raise ValueError(
@@ -861,7 +882,9 @@ class PythonTests:
         for index, key in enumerate(keys):
             if key not in tests_by_key:
                 try:
-                    tests_by_key[key] = RowTests.of({name: columns[name][index] for name in columns_used})
+                    tests_by_key[key] = RowTests.of(
+                        {name: columns[name][index] for name in columns_used}
+                    )
                 except (ValueError, RecursionError) as problem:
                     tests_by_key[key] = str(problem)
         rows = [tests_by_key[key] for key in keys]
@@ -884,7 +907,10 @@ class PythonTests:
         verdicts = [jobs[pair].result() for pair in zip(codes, rows, strict=True)]
         if log_extra is not None:
             log_extra("python_tests", [_verdict_record(verdict) for verdict in verdicts])
-        return [verdict if isinstance(verdict, Failed) else self._reward(verdict) for verdict in verdicts]
+        return [
+            verdict if isinstance(verdict, Failed) else self._reward(verdict)
+            for verdict in verdicts
+        ]
 
     async def _verdict_for(
         self, code: str, row: RowTests | str, slots: asyncio.Semaphore

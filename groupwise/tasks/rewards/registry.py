@@ -195,12 +195,18 @@ def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
 
 def _load_object(name: str) -> object:
     """The function, class or object with this name."""
-    modules_by_name = {reward_name: kind.__module__ for reward_name, kind in registered_rewards().items()}
+    modules_by_name = {
+        reward_name: kind.__module__ for reward_name, kind in registered_rewards().items()
+    }
     if _is_nothing(name, modules_by_name):
         raise TaskError(_unknown_name_message(name, modules_by_name))
     try:
         plugin = load(
-            name, kind="reward", builtins=modules_by_name, entry_points=ENTRY_POINTS, instantiate=False
+            name,
+            kind="reward",
+            builtins=modules_by_name,
+            entry_points=ENTRY_POINTS,
+            instantiate=False,
         )
     except TaskError as error:
         meant = meant_by(name, modules_by_name)
@@ -223,7 +229,9 @@ def unknown_reward(name: str) -> str | None:
     The content of a module or a file is only known once it runs. A name without a function must be registered, or announced by an
     installed package.
     """
-    modules_by_name = {reward_name: kind.__module__ for reward_name, kind in registered_rewards().items()}
+    modules_by_name = {
+        reward_name: kind.__module__ for reward_name, kind in registered_rewards().items()
+    }
     return (
         None
         if ":" in name or name in modules_by_name or name in _entry_point_names()
@@ -243,8 +251,13 @@ def _is_nothing(name: str, modules_by_name: Mapping[str, str]) -> bool:
         point.name == name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
     ):
         return False
-    absent = missing(name, kind="reward", builtins=modules_by_name, entry_points=ENTRY_POINTS) is not None
-    return name in sys.stdlib_module_names or (absent and meant_by(name, modules_by_name) is not None)
+    absent = (
+        missing(name, kind="reward", builtins=modules_by_name, entry_points=ENTRY_POINTS)
+        is not None
+    )
+    return name in sys.stdlib_module_names or (
+        absent and meant_by(name, modules_by_name) is not None
+    )
 
 
 def _unknown_name_message(name: str, modules_by_name: Mapping[str, str]) -> str:
@@ -252,7 +265,11 @@ def _unknown_name_message(name: str, modules_by_name: Mapping[str, str]) -> str:
     quoted = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
     if meant is None:
         suggestions = nearest(name, modules_by_name)
-        hint = f" Did you mean {' or '.join(f'`{suggestion}`' for suggestion in suggestions)}?" if suggestions else ""
+        hint = (
+            f" Did you mean {' or '.join(f'`{suggestion}`' for suggestion in suggestions)}?"
+            if suggestions
+            else ""
+        )
         of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
         message = f"There is no reward {quoted}{of_python}.{hint}"
     else:

@@ -61,7 +61,9 @@ class Router(Rubric):
                 f"{where}: expected a dict from labels to rewards, got {type(value).__name__}."
             )
         entries = cast("Mapping[str, object]", value).items()
-        rubrics = {label: Rubric.of(rewards, where=f"{where}, {label}") for label, rewards in entries}
+        rubrics = {
+            label: Rubric.of(rewards, where=f"{where}, {label}") for label, rewards in entries
+        }
         router = cls(rubrics, default, where=where)
         return router if weights is None else router.reweighted(weights)
 
@@ -85,7 +87,9 @@ class Router(Rubric):
     def without(self, names: Collection[str]) -> Router:
         """See `Rubric.without`: each label must keep at least one reward."""
         router = copy.copy(self)
-        router._set_rubrics({label: rubric.without(names) for label, rubric in self.rubrics.items()})
+        router._set_rubrics(
+            {label: rubric.without(names) for label, rubric in self.rubrics.items()}
+        )
         return router
 
     def under(self, label: str) -> Router:
@@ -94,7 +98,9 @@ class Router(Rubric):
         """
         router = copy.copy(self)
         router._outer_labels = self._outer_labels | {label}
-        router._set_rubrics({inner_label: rubric.under(label) for inner_label, rubric in self.rubrics.items()})
+        router._set_rubrics(
+            {inner_label: rubric.under(label) for inner_label, rubric in self.rubrics.items()}
+        )
         return router
 
     def label_of(self, row: Row) -> str | None:
@@ -127,7 +133,9 @@ class Router(Rubric):
     def check_machine(self, *, refuse: bool = True) -> list[str]:
         """See `Rubric.check_machine`."""
         messages = [rubric.check_machine(refuse=refuse) for rubric in self.rubrics.values()]
-        return list(dict.fromkeys(message for rubric_messages in messages for message in rubric_messages))
+        return list(
+            dict.fromkeys(message for rubric_messages in messages for message in rubric_messages)
+        )
 
     def unscorable(self, row: Row) -> str | None:
         """See `Rubric.unscorable`. A label without rewards is an error of the config, not of a row; `check_rows` reports it."""
@@ -155,7 +163,12 @@ class Router(Rubric):
                 members[index] = replace(member, parts=self._all_parts(member.parts))
         metrics = [score.metrics for score in scores]
         names = dict.fromkeys(name for rubric_metrics in metrics for name in rubric_metrics)
-        averaged = {name: fmean(rubric_metrics[name] for rubric_metrics in metrics if name in rubric_metrics) for name in names}
+        averaged = {
+            name: fmean(
+                rubric_metrics[name] for rubric_metrics in metrics if name in rubric_metrics
+            )
+            for name in names
+        }
         return GroupScore(tuple(members), averaged)
 
     def _set_rubrics(self, rubrics: Mapping[str, Rubric]) -> None:
@@ -176,7 +189,9 @@ class Router(Rubric):
         """One part for each function of all labels; those of other labels do not apply."""
         part_by_name = {part.name: part for part in parts}
         weighted = zip(self.names, self.weights, strict=True)
-        return tuple(part_by_name.get(name) or RewardPart(name, None, weight) for name, weight in weighted)
+        return tuple(
+            part_by_name.get(name) or RewardPart(name, None, weight) for name, weight in weighted
+        )
 
     def _failed_unknown_label(self, row: Row) -> MemberScore:
         return MemberScore(

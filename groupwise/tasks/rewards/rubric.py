@@ -175,7 +175,11 @@ class Rubric:
     def columns_meant(self) -> list[tuple[str, str]]:
         """Pairs of a function's name and an argument that names a column."""
         functions = zip(self.names, self.functions, strict=True)
-        return [(name, argument) for name, function in functions for argument in column_arguments(function)]
+        return [
+            (name, argument)
+            for name, function in functions
+            for argument in column_arguments(function)
+        ]
 
     def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
         """Pairs of a function's name and a parameter that is None for all of these rows, because their column is empty or missing."""

@@ -76,7 +76,9 @@ class Board:
     @property
     def rows(self) -> list[str]:
         """Its rows from the top."""
-        return [self.cells[start : start + self.size] for start in range(0, len(self.cells), self.size)]
+        return [
+            self.cells[start : start + self.size] for start in range(0, len(self.cells), self.size)
+        ]
 
     @property
     def to_go(self) -> int:
@@ -117,7 +119,9 @@ def moves_in(completion: CompletionText) -> Moves | None:
         return read_moves(tagged)
     answer_text = after_reasoning(text)
     lines = reversed(answer_text.splitlines())
-    return next((moves for candidate in (answer_text, *lines) if (moves := read_moves(candidate))), None)
+    return next(
+        (moves for candidate in (answer_text, *lines) if (moves := read_moves(candidate))), None
+    )
 
 
 def _one_spelling(completion: CompletionText) -> str:

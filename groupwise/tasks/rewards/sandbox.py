@@ -175,7 +175,9 @@ class Box:
         for stream in self._streams:
             await stream.open()
         with suppress(OSError):  # it has ended: `result` reports that
-            await asyncio.get_running_loop().sock_sendall(self._control, add_frame(self._make_orders()))
+            await asyncio.get_running_loop().sock_sendall(
+                self._control, add_frame(self._make_orders())
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:

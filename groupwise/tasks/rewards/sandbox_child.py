@@ -197,7 +197,9 @@ def _descendants() -> list[int]:
 # The first process
 
 
-def _run_first_process(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
+def _run_first_process(
+    orders: dict[str, Any], protections: Held, status_pipe: int
+) -> Callable[[], None]:
     """Start the program and wait for its end; only the program's process returns."""
     with suppress(OSError):
         kernel.end_with_parent()
@@ -214,12 +216,16 @@ def _run_first_process(orders: dict[str, Any], protections: Held, status_pipe: i
 # The program
 
 
-def _enter_sandbox(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
+def _enter_sandbox(
+    orders: dict[str, Any], protections: Held, status_pipe: int
+) -> Callable[[], None]:
     """Give up every right, report it, and return the function to run."""
     # Close every descriptor except the standard ones, the channels (renumbered) and `status_pipe` (the number after theirs).
     channels = orders["channels"]
     first = kernel.FIRST_CHANNEL
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in (*channels, status_pipe)]
+    high = [
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in (*channels, status_pipe)
+    ]
     os.closerange(first, _HIGH)
     for number, descriptor in enumerate(high, first):
         os.dup2(descriptor, number, inheritable=False)

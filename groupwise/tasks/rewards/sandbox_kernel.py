@@ -49,7 +49,9 @@ def leave_namespaces() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    _libc_call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)  # invisible outside the namespace
+    _libc_call(
+        "mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None
+    )  # invisible outside the namespace
 
 
 def mount_memory(folder: str, size: int) -> None:
@@ -331,7 +333,10 @@ def _libc_call(name: str, *arguments: object) -> int:
     function.restype = ctypes.c_long
     # Pass integers as wide as a register: C would read garbage in the upper half of a narrower one.
     answer: int = function(
-        *(ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
+        *(
+            ctypes.c_long(argument) if isinstance(argument, int) else argument
+            for argument in arguments
+        )
     )
     if answer == -1:
         number = ctypes.get_errno()

@@ -49,7 +49,9 @@ class Repetition:
         values: list[float] = []
         for completion in completions:
             words = completion_text(completion).lower().split()
-            grams = [tuple(words[start : start + self.n]) for start in range(len(words) - self.n + 1)]
+            grams = [
+                tuple(words[start : start + self.n]) for start in range(len(words) - self.n + 1)
+            ]
             share = 1 - len(set(grams)) / len(grams) if grams else 0.0
             values.append(self.max_penalty * share + 0.0)  # + 0.0 turns -0.0 into 0.0
         return values

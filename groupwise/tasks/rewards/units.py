@@ -82,7 +82,8 @@ def is_unit(words: str, upright: bool, is_later: bool = False) -> bool:
     """
     letter_runs = re.findall(r"[a-zA-Z$€£¥°]+", words)
     return bool(letter_runs) and all(
-        _is_word_of_unit(word, upright, is_later or index > 0) for index, word in enumerate(letter_runs)
+        _is_word_of_unit(word, upright, is_later or index > 0)
+        for index, word in enumerate(letter_runs)
     )
 
 

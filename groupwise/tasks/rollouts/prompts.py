@@ -83,7 +83,9 @@ def tokenise(
     )
 
 
-def _tokenise_example(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) -> tuple[int, ...]:
+def _tokenise_example(
+    tokenizer: Any, example: Example, tools: Sequence[Schema], where: str
+) -> tuple[int, ...]:
     try:
         return first_ids(tokenizer, example.prompt, tools, example.columns)
     except TaskError as error:

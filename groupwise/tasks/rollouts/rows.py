@@ -75,14 +75,18 @@ def with_learner_logprobs(
     remaining = iter(logprobs or ())
     learnt = [weight is not None and logprobs is not None for weight in weights]
     rollouts = [
-        replace(rollout, segments=tuple(_segments_with_logprobs(rollout, remaining))) if taught else rollout
+        replace(rollout, segments=tuple(_segments_with_logprobs(rollout, remaining)))
+        if taught
+        else rollout
         for rollout, taught in zip(group.rollouts, learnt, strict=True)
     ]
     assert next(remaining, None) is None, "log-probabilities of more rows than the group has"
     return replace(group, rollouts=tuple(rollouts))
 
 
-def _segments_with_logprobs(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[Segment]:
+def _segments_with_logprobs(
+    rollout: Rollout, logprobs: Iterator[Sequence[float]]
+) -> Iterator[Segment]:
     """The segments of a rollout whose rows come next in `logprobs`."""
     for _, segments in _rollout_parts(rollout):
         values = next(logprobs) if any(map(_is_trained, segments)) else ()
@@ -114,7 +118,9 @@ def _is_trained(segment: Segment) -> bool:
     return segment.source == "policy" and bool(segment.token_ids)
 
 
-def _make_row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit) -> Row:
+def _make_row(
+    prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit
+) -> Row:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -167,7 +173,9 @@ def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
 
 def _logprob_difference(row: Row, logprobs: Sequence[float], reference: Sequence[float]) -> float:
     """The sum of `of` − `to` over the trained tokens."""
-    return math.fsum(a - b for a, b, counts in zip(logprobs, reference, row.mask, strict=True) if counts)
+    return math.fsum(
+        a - b for a, b, counts in zip(logprobs, reference, row.mask, strict=True) if counts
+    )
 
 
 def _sum_stats(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:

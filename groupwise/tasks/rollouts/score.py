@@ -72,7 +72,9 @@ def _with_score(rollout: Rollout, score: MemberScore) -> Rollout:
         for part in rollout.parts
     )
     counting = [
-        part.value * part.weight for part in environment_parts if part.weight and part.value is not None
+        part.value * part.weight
+        for part in environment_parts
+        if part.weight and part.value is not None
     ]
     if not counting and not score.parts and score.reason == NO_REWARD:
         environment_parts, counting = (*environment_parts, RewardPart(DEFAULT_PART, 0.0)), [0.0]

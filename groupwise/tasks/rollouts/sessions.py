@@ -176,7 +176,9 @@ class Sessions:
         with _checking_answer_of(name):
             return Reply(prompt=as_prompt(result))
 
-    async def _call_step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
+    async def _call_step(
+        self, session: _Session, completion: str, turn: int, started: Started
+    ) -> Reply:
         name = f"{_display_name(session.environment)}.step, turn {turn}"
         started(name)
         result = await _await_if_needed(session.environment.step(completion))

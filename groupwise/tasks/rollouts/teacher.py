@@ -123,7 +123,9 @@ def read_lessons(
             refusals.setdefault(str(problem.__cause__), []).append(problem)
             continue
         fitting = [
-            fitted for fitted in (_fit_to_length(masked, options) for masked in lesson.rows) if fitted is not None
+            fitted
+            for fitted in (_fit_to_length(masked, options) for masked in lesson.rows)
+            if fitted is not None
         ]
         cut += sum(fitted not in lesson.rows for fitted in fitting)
         dropped += len(lesson.rows) - len(fitting)
@@ -143,7 +145,8 @@ def read_lessons(
 def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
     """The lesson for the record: a rollout for each of its rows, written by a teacher."""
     rollouts = [
-        _teacher_rollout(tokenizer, masked, draw, member) for member, masked in enumerate(lesson.rows)
+        _teacher_rollout(tokenizer, masked, draw, member)
+        for member, masked in enumerate(lesson.rows)
     ]
     return Group(draw, lesson.example, tuple(rollouts))
 
@@ -174,7 +177,9 @@ def _read_lesson(
             source_example: TeacherExample | None = None
             ids: tuple[int, ...] | None = None
             if has_form(row, options.text_field):
-                source_example = teacher_example(index, row, text_field=options.text_field, where=where)
+                source_example = teacher_example(
+                    index, row, text_field=options.text_field, where=where
+                )
                 ids = _all_trained(tokenizer, source_example.content).ids
             tokens = collate(options.collator, row, ids, location)
             example = source_example.example if source_example else Example(index, "", dict(row))
@@ -183,7 +188,8 @@ def _read_lesson(
         return Lesson(
             source_example.example,
             tuple(
-                _check_tokens(m, options, location) for m in _mask_content(tokenizer, source_example.content, options)
+                _check_tokens(m, options, location)
+                for m in _mask_content(tokenizer, source_example.content, options)
             ),
         )
     except TaskError as error:
@@ -259,7 +265,11 @@ def _fit_to_length(masked: Masked, options: TeacherWay) -> Masked | None:
         return masked
     if options.truncation == "drop":
         return None
-    window = slice(-options.max_length, None) if options.truncation == "keep_end" else slice(options.max_length)
+    window = (
+        slice(-options.max_length, None)
+        if options.truncation == "keep_end"
+        else slice(options.max_length)
+    )
     mask = masked.mask[window]
     if not any(mask[1:]):
         return None
