@@ -32,14 +32,14 @@ from groupwise.tasks.data.chat import Account, Row, Rows
 from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
 from groupwise.tasks.data.loading import (
     Unscorable,
-    for_training,
-    held_out,
+    training_parts,
+    held_out_parts,
     holds_out,
-    place_of,
-    scorable,
+    set_location,
+    always_scorable,
     with_label,
 )
-from groupwise.tasks.data.mixture import Part, in_turn, mix_parts, with_same_columns
+from groupwise.tasks.data.mixture import Part, interleave, mix_parts, with_same_columns
 from groupwise.tasks.data.pipelines import find_pipeline
 from groupwise.tasks.data.sft_functions import format_rows
 from groupwise.tasks.rewards.registry import configured_rubric, registered_rewards
@@ -58,7 +58,7 @@ def find_task(source: object | None, config: View) -> Task:
     if source is None or source == SPEC:
         return ConfiguredTask(config)
     task = source if isinstance(source, Task) else load_task(source)
-    if idle := _dataset_config(config).in_vain_beside_a_task():
+    if idle := _dataset_config(config).unused_with_task():
         keys = ", ".join(f"data.{key}" for key in idle)
         pronoun = "it" if len(idle) == 1 else "them"
         raise TaskError(
@@ -186,7 +186,7 @@ class _TaskSet:
 
     def account(self, hook: str) -> Account:
         """The account of rows that the task's own hook left out."""
-        return self.task.accounts.get(hook, Account()).under(self.where)
+        return self.task.accounts.get(hook, Account()).with_prefix(self.where)
 
     def lessons(self, hook: str, tokenizer: Any, limit: int | None) -> list[Row]:
         """The task's teacher rows, formatted by its own function."""
@@ -200,7 +200,7 @@ class _TaskSet:
 
 def _task_sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
     sets = [
-        _task_set(config, entry, entry.task, place_of(data, number))
+        _task_set(config, entry, entry.task, set_location(data, number))
         for number, entry in enumerate(data.mixture)
         if entry.task is not None
     ]
@@ -278,7 +278,7 @@ class _Hooks:
     def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The rows of all sets, with their shares of an epoch, from the weights."""
         scored = self._unscorable_check(config)
-        parts, account = for_training(self._data, teacher=False, unscorable=scored)
+        parts, account = training_parts(self._data, teacher=False, unscorable=scored)
         for task_set in self._tasks:
             examples = task_set.task.rl_examples(task_set.config, limit)
             parts.append(task_set.part(_example_rows(examples)))
@@ -289,16 +289,16 @@ class _Hooks:
     def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The held-out rows of all sets, in turn."""
         scored = self._unscorable_check(config)
-        parts, account = held_out(self._data, teacher=False, unscorable=scored)
+        parts, account = held_out_parts(self._data, teacher=False, unscorable=scored)
         for task_set in self._sets_with_hook("get_eval_dataset"):
             examples = task_set.task.eval_examples(task_set.config, limit)
             parts.append(task_set.part(_example_rows(examples)))
             account += task_set.account("get_eval_dataset")
-        return Rows(in_turn(with_same_columns(parts, "all")), account)
+        return Rows(interleave(with_same_columns(parts, "all")), account)
 
     def get_sft_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's rows of all sets, with their shares of an epoch, from the weights."""
-        parts, account = for_training(self._data, teacher=True)
+        parts, account = training_parts(self._data, teacher=True)
         for task_set in self._tasks:
             parts.append(task_set.part(task_set.lessons("get_sft_dataset", tokenizer, limit)))
             account += task_set.account("get_sft_dataset")
@@ -307,11 +307,11 @@ class _Hooks:
 
     def get_sft_eval_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's held-out rows of all sets, in turn."""
-        parts, account = held_out(self._data, teacher=True)
+        parts, account = held_out_parts(self._data, teacher=True)
         for task_set in self._sets_with_hook("get_sft_eval_dataset"):
             parts.append(task_set.part(task_set.lessons("get_sft_eval_dataset", tokenizer, limit)))
             account += task_set.account("get_sft_eval_dataset")
-        return Rows(in_turn(with_same_columns(parts, "all")), account)
+        return Rows(interleave(with_same_columns(parts, "all")), account)
 
     def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
         """The rewards of the config; in a mixture with tasks, also the rewards of the tasks, each under its label.
@@ -345,7 +345,7 @@ class _Hooks:
     def _unscorable_check(self, config: View) -> Unscorable:
         """The function that explains why a source's row cannot be scored."""
         rewards = self._config_rewards(config)
-        return scorable if rewards is None else rewards.unscorable
+        return always_scorable if rewards is None else rewards.unscorable
 
     def _rewards_of_sources(self, config: View) -> dict[str, list[Any]]:
         """The rewards of the config by label: those of its router, or the same for all sources."""

@@ -340,14 +340,14 @@ class _Hooks:
     """The hooks of a task, some of them replaced by other functions."""
 
     def __init__(self, hooks: object, replacements: Mapping[str, Callable[..., Any]]) -> None:
-        self._own = hooks
+        self._hooks = hooks
         vars(self).update(replacements)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._hooks, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(self._own), *vars(self)})
+        return sorted({*dir(self._hooks), *vars(self)})
 
 
 def load_task(source: object) -> Task:

@@ -77,7 +77,7 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 def check_factory(factory: object, where: str) -> EnvironmentFactory:
-    """Raise TaskError unless `given` can be called without arguments to make an environment."""
+    """Raise TaskError unless `factory` can be called without arguments to make an environment."""
     expected = "Expected a class with a method `step(self, completion)`, or a function that makes such an object"
     if not callable(factory):
         hint = ", not an object of it" if hasattr(factory, "step") else ""
@@ -109,7 +109,7 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
 
 
 def check_methods(environment: object, where: str) -> None:
-    """Raise TaskError if a method cannot be called with its arguments. `made`: an environment, or its class."""
+    """Raise TaskError if a method cannot be called with its arguments. `environment`: an environment, or its class."""
     owner = environment if inspect.isclass(environment) else type(environment)
     for name, arguments in CALLED_WITH.items():
         method = getattr(environment, name, None)
@@ -134,7 +134,7 @@ def check_methods(environment: object, where: str) -> None:
 
 
 def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `given` that the method names; all of them if it takes any keyword."""
+    """The entries of `available` that the method names; all of them if it takes any keyword."""
     parameters = _parameters(reset)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(available)

@@ -30,7 +30,7 @@ from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import usable
+from groupwise.tasks.data.source_rows import usable_rows
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.crossword import PureAccuracy, letters
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
@@ -159,7 +159,7 @@ def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
         task_config.columns,
         revision=task_config.source_revision,
     )
-    rows, left_out = usable(
+    rows, left_out = usable_rows(
         source_rows,
         _clue_row,
         lambda row: (_normalise_case(row["clue"]), letters(row["answer"])),

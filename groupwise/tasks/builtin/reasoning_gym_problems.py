@@ -260,7 +260,7 @@ def _import_package() -> Any:
 
 
 def _config_of_level(factory: Any, name: str, level: int, options: Mapping[str, Any]) -> Any:
-    """The configuration of the dataset's curriculum for a level; `given` parameters override it."""
+    """The configuration of the dataset's curriculum for a level; `options` override it."""
     if name not in factory.CURRICULA:
         raise ValueError("it has no levels; give parameters instead")
     curriculum = factory.create_curriculum(name)

@@ -35,7 +35,7 @@ from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import question_key, usable
+from groupwise.tasks.data.source_rows import question_key, usable_rows
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
 
@@ -222,7 +222,7 @@ def rows_of(
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The usable rows of a source, each question once, and counts of the other rows by reason."""
     names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
-    return usable(
+    return usable_rows(
         source_rows,
         lambda row: row_of(
             task_config, {column: row.get(source_column) for column, source_column in names.items()}

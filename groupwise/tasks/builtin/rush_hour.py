@@ -114,14 +114,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class SolvedStates:
     """The solver's results for a layout."""
 
     graph: Graph
     """Each state's neighbours, one move away."""
     distance: dict[State, int]
     """Fewest moves to a solved state; states that cannot be solved are missing."""
-    ways: dict[State, int]
+    path_counts: dict[State, int]
     """Number of shortest solutions of each state."""
 
 
@@ -302,7 +302,7 @@ def _boards(
     for state, moves in solved.distance.items():
         if (
             task_config.min_moves <= moves <= task_config.max_moves
-            and solved.ways[state] <= MOST_SOLUTIONS
+            and solved.path_counts[state] <= MOST_SOLUTIONS
         ):
             by_moves.setdefault(moves, []).append(state)
     selection: list[State] = []
@@ -316,7 +316,7 @@ def _boards(
 
 
 def _with_solutions(
-    layout: Layout, solved: Solved, state: State
+    layout: Layout, solved: SolvedStates, state: State
 ) -> tuple[Board, tuple[Moves, ...]]:
     """The board as drawn, with its best solutions, each verified by playing it."""
     # The letters of the cars: A, then in order of appearance, row by row.
@@ -393,7 +393,7 @@ def _position_of(state: State, car: int) -> int:
 # --- solver --------------------------------------------------------------------------------------
 
 
-def solve(layout: Layout, start: State) -> Solved | None:
+def solve(layout: Layout, start: State) -> SolvedStates | None:
     """All states reachable from `start`, with their distances; None if there are too many."""
     graph = _state_graph(layout, start)
     if graph is None:
@@ -410,7 +410,7 @@ def solve(layout: Layout, start: State) -> Solved | None:
                 queue.append(predecessor)
             if distance[predecessor] == next_distance:
                 path_counts[predecessor] += path_counts[state]
-    return Solved(graph, distance, path_counts)
+    return SolvedStates(graph, distance, path_counts)
 
 
 def _state_graph(layout: Layout, start: State) -> Graph | None:
@@ -440,7 +440,7 @@ def _state_graph(layout: Layout, start: State) -> Graph | None:
     return graph
 
 
-def _shortest_paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
+def _shortest_paths(solved: SolvedStates, state: State) -> Iterator[list[tuple[State, State]]]:
     """Every shortest path to a solved state, as steps from state to state."""
     nearer = solved.distance[state] - 1
     if nearer < 0:

@@ -117,7 +117,7 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., An
     task_config = _task_config(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     weights = task_config.weights.model_dump()
-    measures: dict[str, Callable[[Played], float]] = {"won": lambda game: float(game.won)}
+    measures: dict[str, Callable[[GameResult], float]] = {"won": lambda game: float(game.won)}
     measures |= {name: _average_over_turns(of) for name, of in PARTS.items()}
     return [
         (Part(name, of, real, task_config.guesses), weights[name]) for name, of in measures.items()
@@ -208,7 +208,7 @@ class Game:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class GameResult:
     """A game that has ended, or was cut off."""
 
     won: bool
@@ -223,7 +223,7 @@ class Played:
 
 def play_messages(
     completion: CompletionText, secret: str, real: frozenset[str], limit: int = GUESSES
-) -> Played:
+) -> GameResult:
     """The result of a game whose turns are the assistant's messages; messages after its end do not count."""
     game = Game(real, limit)
     game.reset(secret)
@@ -235,7 +235,7 @@ def play_messages(
     for text in turns:
         if not game.over:
             game.step(text)
-    return Played(game.won, tuple(game.verdicts), limit)
+    return GameResult(game.won, tuple(game.verdicts), limit)
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Part:
     """The reward function of one part."""
 
     name: str
-    of: Callable[[Played], float]
+    of: Callable[[GameResult], float]
     real: frozenset[str]
     limit: int
 
@@ -261,7 +261,7 @@ class Part:
         ]
 
 
-def _average_over_turns(of: Callable[[Verdict], float]) -> Callable[[Played], float]:
+def _average_over_turns(of: Callable[[Verdict], float]) -> Callable[[GameResult], float]:
     return lambda game: fmean(map(of, game.verdicts)) if game.verdicts else 0.0
 
 

@@ -32,7 +32,7 @@ MOST_PLACES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptWay:
+class PromptOptions:
     """Settings for making prompts from rows."""
 
     format: PromptFormat = "text"
@@ -55,7 +55,7 @@ class Account:
     left_out: Mapping[str, int] = field(default_factory=dict[str, int])
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def under(self, name: str) -> Account:
+    def with_prefix(self, name: str) -> Account:
         """The same account, with the name of the set that the rows belong to."""
         return Account(
             {f"{name}: {reason}": count for reason, count in self.left_out.items()},
@@ -81,7 +81,7 @@ class Rows(list[Row]):
 
 def with_prompts(
     rows: Sequence[Row],
-    options: PromptWay,
+    options: PromptOptions,
     where: str,
     *,
     strict: bool,
@@ -111,10 +111,10 @@ def prepare_rows(
     def prepare_row(row: Row, changes: list[str]) -> Row:
         return step(row)
 
-    return _make_rows(rows, prepare_row, (), PromptWay(), where, strict=strict)
+    return _make_rows(rows, prepare_row, (), PromptOptions(), where, strict=strict)
 
 
-def with_teacher(rows: Sequence[Row], options: PromptWay, where: str, *, strict: bool) -> Rows:
+def with_teacher(rows: Sequence[Row], options: PromptOptions, where: str, *, strict: bool) -> Rows:
     """The rows of a teacher with their chats completed: `messages`, or `prompt` with `completion`; other rows are unchanged."""
 
     def prepare_row(row: Row, changes: list[str]) -> Row:
@@ -146,7 +146,7 @@ def _make_rows(
     rows: Sequence[Row],
     make: Callable[[Row, list[str]], Row],
     identity: Sequence[str],
-    options: PromptWay,
+    options: PromptOptions,
     where: str,
     *,
     strict: bool,
@@ -208,7 +208,7 @@ def _row_numbers_text(indices: Sequence[int]) -> str:
 # --- one prompt ----------------------------------------------------------------------------------
 
 
-def _make_prompt(value: Any, row: Row, options: PromptWay, changes: list[str]) -> Prompt:
+def _make_prompt(value: Any, row: Row, options: PromptOptions, changes: list[str]) -> Prompt:
     if value is None:
         raise Unusable("there is no prompt")
     prompt = prompt_of(value)
@@ -233,7 +233,7 @@ def _make_prompt(value: Any, row: Row, options: PromptWay, changes: list[str]) -
 
 
 def _strip_blocks(
-    messages: Sequence[Message], options: PromptWay, changes: list[str]
+    messages: Sequence[Message], options: PromptOptions, changes: list[str]
 ) -> list[Message]:
     """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
     stripped: list[Message] = []
@@ -262,7 +262,7 @@ def without_blocks(text: str, tags: Sequence[str]) -> str:
 
 
 def _up_to_the_question(
-    messages: list[Message], options: PromptWay, changes: list[str]
+    messages: list[Message], options: PromptOptions, changes: list[str]
 ) -> list[Message]:
     """The messages up to the question, or up to the assistant's words that the answer starts with."""
     if not any(message["role"] == "user" for message in messages):

@@ -215,7 +215,7 @@ class DatasetConfig(Strict):
         required = {"prompt": self.prompt_column, answer: self.answer_column}
         return {**self.columns, **{name: column for name, column in required.items() if column}}
 
-    def in_vain_beside_a_task(self) -> list[str]:
+    def unused_with_task(self) -> list[str]:
         """The set keys that select data or define how rows become prompts, and so have no effect with a task."""
         return [
             key
@@ -231,7 +231,7 @@ class DatasetConfig(Strict):
                 ("dataset_name", "dataset_mixture"),
             )
         elif not self.names_data:
-            if idle := self.in_vain_beside_a_task():
+            if idle := self.unused_with_task():
                 yield Conflict(
                     f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without dataset_name or dataset_mixture, "
                     "which say where the rows come from.",

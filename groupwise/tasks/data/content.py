@@ -32,7 +32,7 @@ from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel
 
-UNTOLD = "untold"
+UNSUPPORTED = "untold"
 DEEPEST = 100
 """Levels of nesting that are described. With the calls that each level needs, they stay within Python's recursion limit from any
 starting depth.
@@ -48,7 +48,7 @@ LONGEST_INTEGER = 14_284
 def canonical(value: Any) -> Any:
     """The content as a JSON-compatible value. Lists and tuples count as the same, and so do arrays and lists of their numbers."""
     try:
-        return _Walk().tell(value)
+        return _Walk().describe(value)
     except _TangledError:
         return _unsupported_part(
             f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MAX_REPEATED_VISITS} ways"
@@ -64,8 +64,8 @@ def unsupported_parts(canonical: Any) -> Iterator[str]:
             waiting.extend(reversed(cast("list[Any]", entry)))
         elif isinstance(entry, dict):
             parts = cast("dict[str, Any]", entry)
-            if UNTOLD in parts:
-                yield parts[UNTOLD]
+            if UNSUPPORTED in parts:
+                yield parts[UNSUPPORTED]
             else:
                 waiting.extend(parts.values())
 
@@ -89,7 +89,7 @@ class _Walk:
         self.dependent = 0
         self.repeated_visits = 0
 
-    def tell(self, value: Any) -> Any:
+    def describe(self, value: Any) -> Any:
         # The real type is used: a proxy or a mock may report another one as its `__class__`.
         kind = cast("Any", type(value))
         if value is None or (
@@ -129,15 +129,15 @@ class _Walk:
         if issubclass(kind, Enum):
             return self._object(kind, {"name": value.name, "value": value.value})
         if issubclass(kind, list | tuple):
-            return [self.tell(entry) for entry in value]
+            return [self.describe(entry) for entry in value]
         if issubclass(kind, Mapping):
             return self._describe_pairs(value)
         if issubclass(kind, AbstractSet):
-            return {"set": sorted((self.tell(entry) for entry in value), key=dumps)}
+            return {"set": sorted((self.describe(entry) for entry in value), key=dumps)}
         if issubclass(kind, bytes | bytearray | memoryview):
             return {"bytes": hashlib.sha256(bytes(value)).hexdigest()}
         if _is_array(kind):
-            return self.tell(value.tolist())
+            return self.describe(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
             return _unsupported_part(_qualified_name(value))
         return self._object(kind, _parts_of_value(value, kind))
@@ -149,7 +149,7 @@ class _Walk:
 
     def _describe_pairs(self, mapping: Mapping[Any, Any]) -> Any:
         """Pairs with text keys first, then others, each in an order that does not depend on hashes."""
-        pairs = [[self.tell(key), self.tell(value)] for key, value in mapping.items()]
+        pairs = [[self.describe(key), self.describe(value)] for key, value in mapping.items()]
         text_pairs = sorted((pair for pair in pairs if isinstance(pair[0], str)), key=_pair_key)
         other_pairs = sorted((pair for pair in pairs if not isinstance(pair[0], str)), key=dumps)
         return {"dict": text_pairs + other_pairs}
@@ -160,7 +160,7 @@ def _pair_key(pair: list[Any]) -> Any:
 
 
 def _unsupported_part(description: str) -> dict[str, str]:
-    return {UNTOLD: description}
+    return {UNSUPPORTED: description}
 
 
 def _is_array(kind: Any) -> bool:

@@ -30,7 +30,7 @@ LEAST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
+class HeldOutDrop:
     """The last evaluation, compared with the best one before it."""
 
     metric: str
@@ -41,7 +41,7 @@ class Fall:
     """Number of evaluations so far, including these two."""
 
 
-def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
+def divergence(fall: HeldOutDrop, rewards: Sequence[float]) -> Finding | None:
     """Compares the two; `rewards` are those of the steps between the evaluations. None if there is too little data."""
     differences = [last - best for best, last in zip(fall.best, fall.last, strict=True)]
     third = len(rewards) // 3

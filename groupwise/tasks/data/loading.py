@@ -1,6 +1,6 @@
 """Loads the rows of a config's sources: as prompts or lessons, labelled, and split into training and held-out rows.
 
-`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task
+`training_parts` and `held_out_parts` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task
 is skipped here: `groupwise.tasks.configured` reads it.
 """
 
@@ -13,7 +13,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, like
 from groupwise.tasks.data.chat import (
     Account,
-    PromptWay,
+    PromptOptions,
     Row,
     Rows,
     key_of,
@@ -34,11 +34,13 @@ Unscorable = Callable[[Row], str | None]
 """Returns the reason why the rewards cannot score a row (which has its label but no prompt), or None if they can."""
 
 
-def scorable(row: Row) -> None:
+def always_scorable(row: Row) -> None:
     """The `Unscorable` that accepts every row, for commands that do not score rows."""
 
 
-def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
+def training_parts(
+    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = always_scorable
+) -> Found:
     """The rows to train on; with `teacher` as lessons, otherwise as prompts that can be scored. Raises TaskError."""
     parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
@@ -46,7 +48,9 @@ def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable =
     return with_same_columns(parts, data.mixture_columns), account
 
 
-def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
+def held_out_parts(
+    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = always_scorable
+) -> Found:
     """The held-out rows: from splits of their own, or split off the training rows, whose account reports the rows left out."""
     if data.test_split_size is None:
         parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
@@ -61,7 +65,7 @@ def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
     return entry.test_split is not None or data.test_split_size is not None
 
 
-def place_of(data: DatasetConfig, number: int) -> str:
+def set_location(data: DatasetConfig, number: int) -> str:
     """Name of a set in messages, by its number in the mixture."""
     name = data.mixture[number].name
     return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
@@ -74,7 +78,7 @@ def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
 
 
 def as_prompts(
-    data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
+    data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = always_scorable
 ) -> Rows:
     """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
     processed = _apply_pipeline(_pipeline(data, teacher=False), rows, where, data)
@@ -123,7 +127,7 @@ def _parts_of_split(
         split = split_of(entry)
         if entry.source is None or split is None:
             continue
-        where = place_of(data, number)
+        where = set_location(data, number)
         source_rows = _read_entry(data, entry, split, where, step, teacher=teacher)
         if teacher:
             rows = with_teacher(source_rows, _prompt_options(data), where, strict=data.strict)
@@ -133,7 +137,9 @@ def _parts_of_split(
                 source_rows, _prompt_options(data), where, strict=data.strict, unscorable=why
             )
         whole_account = source_rows.account + rows.account
-        account += whole_account if data.dataset_mixture is None else whole_account.under(where)
+        account += (
+            whole_account if data.dataset_mixture is None else whole_account.with_prefix(where)
+        )
         labelled_rows = [with_label(row, entry, entry.label) for row in rows]
         source_columns = _our_names(data, entry, teacher=teacher).values()
         parts.append(
@@ -192,8 +198,8 @@ def _column_names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _prompt_options(data: DatasetConfig) -> PromptWay:
-    return PromptWay(
+def _prompt_options(data: DatasetConfig) -> PromptOptions:
+    return PromptOptions(
         format=data.prompt_format or ("chat" if data.system_prompt else "text"),
         system_prompt=data.system_prompt,
         lines=data.prompt_lines,

@@ -87,7 +87,7 @@ def _make_share(part: Part, indices: tuple[int, ...]) -> Share:
     return Share(part.name, indices, part.weight)
 
 
-def in_turn(parts: Sequence[Part]) -> list[Row]:
+def interleave(parts: Sequence[Part]) -> list[Row]:
     """Takes one row of each part in turn, so the first rows represent all parts."""
     rounds = zip_longest(*(part.rows for part in parts))
     return [row for turn in rounds for row in turn if row is not None]

@@ -78,7 +78,7 @@ class Share:
 
     name: str
     """Name of the set. Its draws depend on this name, not on the other sets."""
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """Indices of its examples, among all examples."""
     weight: float
     """Occurrences of each example in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
@@ -86,25 +86,25 @@ class Share:
     @property
     def extra_examples(self) -> int:
         """Number of examples that occur once more than the others."""
-        count = round(self.weight % 1 * len(self.places))
+        count = round(self.weight % 1 * len(self.indices))
         return count if self.weight >= 1 else max(1, count)
 
-    def dealt(self, epoch: int, seed: int) -> Iterator[int]:
+    def extra_draws(self, epoch: int, seed: int) -> Iterator[int]:
         """Examples that occur once more: each epoch takes the next ones in a cyclic order."""
-        order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
+        order = Stream("weight", seed, self.name).sample(self.indices, len(self.indices))
         return (
             order[(epoch * self.extra_examples + n) % len(order)]
             for n in range(self.extra_examples)
         )
 
 
-def among(shares: Sequence[Share], indices: Sequence[int]) -> tuple[Share, ...]:
-    """The shares reduced to the indices in `kept`, renumbered from 0."""
+def restrict_shares(shares: Sequence[Share], indices: Sequence[int]) -> tuple[Share, ...]:
+    """The shares reduced to these indices, renumbered from 0."""
     new_index = {old: new for new, old in enumerate(indices)}
     remaining = (
-        replace(s, places=tuple(new_index[n] for n in s.places if n in new_index)) for s in shares
+        replace(s, indices=tuple(new_index[n] for n in s.indices if n in new_index)) for s in shares
     )
-    return tuple(share for share in remaining if share.places)
+    return tuple(share for share in remaining if share.indices)
 
 
 class Order:
@@ -115,8 +115,8 @@ class Order:
     ) -> None:
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._shares = tuple(shares)
-        shared = {index for share in shares for index in share.places}
-        repeats = [n for share in shares for n in share.places for _ in range(int(share.weight))]
+        shared = {index for share in shares for index in share.indices}
+        repeats = [n for share in shares for n in share.indices for _ in range(int(share.weight))]
         self._always = [n for n in range(examples) if n not in shared] + repeats
         self._epochs: dict[int, list[int]] = {}
         self.length = len(self._always) + sum(share.extra_examples for share in shares)
@@ -129,7 +129,9 @@ class Order:
         epoch, turn = divmod(draw, self.length)
         if epoch not in self._epochs:
             adjacent = {n: order for n, order in self._epochs.items() if abs(n - epoch) == 1}
-            extra = (index for share in self._shares for index in share.dealt(epoch, self._seed))
+            extra = (
+                index for share in self._shares for index in share.extra_draws(epoch, self._seed)
+            )
             indices = sorted([*self._always, *extra])
             if self._shuffle:
                 indices = Stream("order", self._seed, epoch).sample(indices, len(indices))

@@ -19,13 +19,13 @@ from groupwise.core.types import Group
 from groupwise.runs.records import WarningRecord
 from groupwise.tasks.data.drift import Gauge
 from groupwise.tasks.data.reward_hacking_detectors import (
-    SUSPICIONS,
+    DETECTORS,
     Finding,
-    Sight,
+    DetectorInput,
     SignalsConfig,
-    nobody_tells,
+    missing_accuracy_note,
 )
-from groupwise.tasks.data.reward_hacking_statistics import least, symptoms
+from groupwise.tasks.data.reward_hacking_statistics import lowest_part_values, group_statistics
 
 Argument: TypeAlias = tuple[str, str]
 """A reward's name and the name of one of its arguments."""
@@ -46,7 +46,7 @@ NEW_METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepSignals:
     """The metrics and warnings of a step."""
 
     metrics: dict[str, float]
@@ -68,7 +68,9 @@ class Signals:
         """The lowest weighted value of each part so far."""
         self._active: set[str] = set()
 
-    def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
+    def observe(
+        self, groups: Sequence[Group], step: int, entropy: float | None = None
+    ) -> StepSignals:
         """Process the groups of step `step` (from 0), just before it is committed; `entropy` is the mean entropy of its tokens (nats)."""
         fresh = [group for group in groups if group.origin == "fresh"]
         rows = [group.example.columns for group in groups]
@@ -78,7 +80,7 @@ class Signals:
             if any(r.get(unfilled[1]) is not None for r in rows)
         ]:
             del self._unfilled[argument]
-        statistics = symptoms(fresh)
+        statistics = group_statistics(fresh)
         if entropy is not None:
             statistics["entropy"] = entropy
         was_ready = self._reward_is_ready
@@ -90,16 +92,16 @@ class Signals:
             bounds = [*rewards, *(self._rewards or ())]
             self._rewards = min(bounds), max(bounds)
         had_least = bool(self._least)
-        for part, lowest in least(fresh).items():
+        for part, lowest in lowest_part_values(fresh).items():
             self._least[part] = min(self._least.get(part, lowest), lowest)
         if self._least and not had_least:
             parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
-            if text := nobody_tells(self.config, parts):
+            if text := missing_accuracy_note(self.config, parts):
                 logger.info("%s", text)
         if self._reward_is_ready and not was_ready:
             self._warn_of_unknown_part()
         warnings = self._warning_changes(step + 1)
-        return Seen(self._make_metrics(statistics), warnings)
+        return StepSignals(self._make_metrics(statistics), warnings)
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as plain JSON."""
@@ -143,8 +145,8 @@ class Signals:
 
     def _warning_changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)
-        sight = Sight(self.config, self._gauges, lowest, highest, self._least)
-        findings = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
+        sight = DetectorInput(self.config, self._gauges, lowest, highest, self._least)
+        findings = {name: suspicion(sight) for name, suspicion in DETECTORS.items()}
         findings["unfilled"] = Finding(
             float(bool(self._unfilled)), unfilled_arguments_warning(self._unfilled)
         )

@@ -41,7 +41,7 @@ TIED = 1e-9
 """Rewards of a group count as equal if their relative difference is below this (rounding)."""
 
 
-def symptoms(groups: Sequence[Group]) -> dict[str, float]:
+def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
     """The statistics listed above for these groups; those without a finite value are left out."""
     texts = [[_WrittenText.of(r) for r in group.rollouts if r.written] for group in groups]
     statistics = {
@@ -192,7 +192,7 @@ def _part_statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     return statistics
 
 
-def least(groups: Sequence[Group]) -> dict[str, float]:
+def lowest_part_values(groups: Sequence[Group]) -> dict[str, float]:
     """The lowest finite weight × value of each part in a scored rollout."""
     lowest: dict[str, float] = {}
     for rollout in (rollout for group in groups for rollout, _ in _rollouts_with_rewards(group)):

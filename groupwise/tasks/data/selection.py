@@ -22,7 +22,7 @@ from groupwise.tasks.data.config import DataConfig
 from groupwise.tasks.data.curriculum import Curriculum
 from groupwise.tasks.data.order import Order, Stream
 from groupwise.tasks.data.replay import Entry, ReplayBuffer
-from groupwise.tasks.data.success import SoughtPart, successes
+from groupwise.tasks.data.success import ConfiguredPart, successes
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class Selection:
         self._passed_over = 0
         """Number of turns that the curriculum skipped."""
         self._blocks: dict[int, list[Choice]] = {}
-        self._under_way: dict[int, Choice] = {}
+        self._choices_by_draw: dict[int, Choice] = {}
         """Choices by draw."""
-        self._kept: set[int] = set()
+        self._kept_draws: set[int] = set()
         """Draws of the current step whose prompts are kept regardless of `success_threshold`."""
         replay = config.replay
         self.replay = (
@@ -81,7 +81,9 @@ class Selection:
             else None
         )
         self.curriculum = Curriculum(config.curriculum) if config.curriculum else None
-        self._sought = [SoughtPart(key, name) for key, name in config.success_parts.items()]
+        self._configured_parts = [
+            ConfiguredPart(key, name) for key, name in config.success_parts.items()
+        ]
 
     @property
     def turns(self) -> int:
@@ -114,7 +116,7 @@ class Selection:
 
     def take(self, block: int, slot: int, draw: int) -> Choice:
         """The example for a draw, by its slot in a planned block."""
-        choice = self._under_way[draw] = self._blocks[block][slot]
+        choice = self._choices_by_draw[draw] = self._blocks[block][slot]
         return choice
 
     def finish(self, block: int, used: int) -> None:
@@ -126,20 +128,20 @@ class Selection:
 
     def keep(self, draws: Iterable[int]) -> None:
         """Keep the prompts of these draws for replay once their step is committed; does nothing without a replay buffer."""
-        self._kept.update(draws)
+        self._kept_draws.update(draws)
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Update the pools with the results of a committed step's draws, in this order."""
         groups = list(groups)
-        for part in self._sought:
+        for part in self._configured_parts:
             if text := part.missing(groups):
                 logger.warning("%s", text)
         for group in groups:
-            choice = self._under_way.pop(group.draw, None)
+            choice = self._choices_by_draw.pop(group.draw, None)
             if choice is not None and group.scored:
                 self._note_difficulty(group, choice)
                 self._note_for_replay(group, choice)
-        self._kept.clear()
+        self._kept_draws.clear()
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The share and success of each kind of group that a step trains, and statistics of the pools."""
@@ -189,7 +191,7 @@ class Selection:
         self._passed_over = state.get("passed_over", 0)
         blocks = state.get("blocks", {})
         self._blocks = {int(b): [Choice(*c) for c in cs] for b, cs in blocks.items()}
-        self._under_way.clear()
+        self._choices_by_draw.clear()
         if self.replay is not None and state.get("replay"):
             self.replay.load_state(state["replay"])
         if self.curriculum is not None and state.get("curriculum"):
@@ -252,7 +254,7 @@ class Selection:
             return
         prompt = group.example.prompt
         rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-        worthy = group.draw in self._kept
+        worthy = group.draw in self._kept_draws
         if not worthy and config.success_threshold is not None:
             worthy = successes(group, config.success_threshold, config.success_part)[0] > 0
         if prompt in replay and (choice.again is not None or not worthy):

@@ -41,7 +41,7 @@ class Conversation:
     """Chat messages; the assistant's are trained."""
 
     messages: tuple[Message, ...]
-    begins: int = 0
+    completion_start: int = 0
     """Index of the first message after the prompt: assistant turns before it are not trained."""
     tools: tuple[Any, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -266,7 +266,7 @@ def _prompt_of(content: Content) -> Prompt:
     match content:
         case Completion(prompt=prompt):
             return prompt
-        case Conversation(messages=messages, begins=begins, prefill=prefill):
+        case Conversation(messages=messages, completion_start=begins, prefill=prefill):
             replies = (
                 n for n, m in enumerate(messages) if n >= begins and m["role"] == "assistant"
             )

@@ -24,7 +24,7 @@ def question_key(question: str) -> str:
     return " ".join(question.split()).casefold()
 
 
-def usable(
+def usable_rows(
     rows: Sequence[Mapping[str, Any]],
     make: Callable[[Mapping[str, Any]], Made],
     same: Callable[[Made], Hashable],

@@ -63,7 +63,7 @@ def check_part(key: str, part: str | None, names: Collection[str], described: st
 
 
 @dataclass(slots=True)
-class SoughtPart:
+class ConfiguredPart:
     """A part that a config key names. It is searched for in a run's groups, because only they show which parts an environment gives."""
 
     key: str

@@ -262,7 +262,7 @@ def normalized_text(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_answer(text: str, unit_words: frozenset[str]) -> Node | None:
-    """An unwrapped answer parsed as mathematics, with the words in `known` as units; None if it cannot be parsed completely."""
+    """An unwrapped answer parsed as mathematics, with `unit_words` as units; None if it cannot be parsed completely."""
     try:
         return parse(text, unit_words)
     except ParseError:

@@ -19,8 +19,8 @@ from groupwise.tasks.rewards.boxed_values import (
     MUTABLE,
     Errors,
     Json,
-    Ledger,
-    Lost,
+    ObjectTable,
+    ConnectionLost,
     MessageSocket,
     builtin_of,
     written_error,
@@ -78,22 +78,22 @@ class _Solution:
         self._common_imports = common_imports
         self._line = line
         self._module = types.ModuleType(MODULE)
-        self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
-        self._errors = Errors(self._ledger)
+        self._objects = ObjectTable(stays=lambda value: True, stand_in=self._function_of_the_tests)
+        self._errors = Errors(self._objects)
         self._operations = {**OPERATIONS, "load": self._load_solution, "name": self._look_up}
 
     def serve(self) -> None:
         """Answer requests one after the other."""
         self._line.send({"ready": True})
-        with suppress(Lost):
+        with suppress(ConnectionLost):
             while True:
                 self._answer_question(self._line.receive())
 
     def _answer_question(self, question: dict[str, Json]) -> None:
         try:
             # The result, and the passed arguments that the call changed.
-            arguments = [self._ledger.read(argument) for argument in question["arguments"]]
-            keywords = {name: self._ledger.read(argument) for name, argument in question["named"]}
+            arguments = [self._objects.read(argument) for argument in question["arguments"]]
+            keywords = {name: self._objects.read(argument) for name, argument in question["named"]}
             before = self._contents_of(question["shown"])
             answer = self._operations[question["do"]](*arguments, **keywords)
             after = self._contents_of(question["shown"])
@@ -106,15 +106,17 @@ class _Solution:
                 ],
             )
             by_number = question["do"] == "call" and _has_methods(result)
-            reply = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
+            reply = self._objects.by_number(result) if by_number else self._objects.to_json(result)
             self._line.send({"result": reply, "changes": changes})
-        except Lost:
+        except ConnectionLost:
             raise
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
-            self._line.send({"raised": written_error(self._ledger, error), "changes": []})
+            self._line.send({"raised": written_error(self._objects, error), "changes": []})
 
     def _contents_of(self, numbers: list[int]) -> dict[int, Json]:
-        return {number: self._ledger.content(self._ledger.theirs(number)) for number in numbers}
+        return {
+            number: self._objects.content(self._objects.remote_object(number)) for number in numbers
+        }
 
     def _load_solution(self) -> list[str]:
         """Run the solution's code and return the names that it defined.
@@ -151,15 +153,15 @@ class _Solution:
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            encoded = [self._ledger.to_json(argument) for argument in arguments]
+            encoded = [self._objects.to_json(argument) for argument in arguments]
             encoded_keywords = [
-                [key, self._ledger.to_json(argument)] for key, argument in keywords.items()
+                [key, self._objects.to_json(argument)] for key, argument in keywords.items()
             ]
             self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
             while "answer" not in (message := self._line.receive()):
                 self._answer_question(message)
             if "raised" in message["answer"]:
                 raise self._errors.read(message["answer"]["raised"])
-            return self._ledger.read(message["answer"]["result"])
+            return self._objects.read(message["answer"]["result"])
 
         return call

@@ -33,10 +33,10 @@ from groupwise.tasks.rewards.boxed_solution import MODULE, WRAPPER
 from groupwise.tasks.rewards.boxed_values import (
     Errors,
     Json,
-    Ledger,
-    Lost,
+    ObjectTable,
+    ConnectionLost,
     MessageSocket,
-    NotPlain,
+    NotPlainError,
     written_error,
 )
 from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
@@ -366,7 +366,7 @@ def _library_names(
     trees: Sequence[ast.Module], names: Set[str], *, no_entry_point: bool
 ) -> dict[str, str]:
     """Finds the names of common modules that the tests use to judge: they are called with the result of another name, read without
-    being called, or rarely something else. `alone`: if nothing else is read, these names are themselves under test.
+    being called, or rarely something else. Without an entry point, if nothing else is read, these names are themselves under test.
     """
     judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
     origins: dict[str, str] = {}
@@ -474,7 +474,7 @@ def run_tests(plan: Plan, solution: SolutionProcess) -> Iterator[str | None]:
             with suppress(ImportError):  # a module of another operating system
                 extra_names[name] = importlib.import_module(name)
         names |= extra_names
-    except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
+    except (Exception, ConnectionLost) as error:  # noqa: BLE001 — a solution may raise anything
         problem = f"the solution cannot be loaded: {_error_text(error)}"
     for step in plan.steps:
         failed = problem or _run_step(step, names)
@@ -489,7 +489,7 @@ def _run_step(step: Step, names: dict[str, Any]) -> str | None:
     names["__builtins__"] = builtins
     try:
         step.run(names)
-    except NotPlain as error:
+    except NotPlainError as error:
         raise BrokenTests(
             f"a test gives the solution what cannot go over to it ({error}): {step.text}"
         ) from error
@@ -514,11 +514,11 @@ class SolutionProcess:
 
     def __init__(self, line: MessageSocket) -> None:
         self._line = line
-        self._ledger = Ledger(_is_function, lambda number: Remote(self), of_tests=True)
-        self._errors = Errors(self._ledger)
+        self._objects = ObjectTable(_is_function, lambda number: Remote(self), of_tests=True)
+        self._errors = Errors(self._objects)
         self.names: frozenset[str] = frozenset()
         if "ready" not in line.receive():
-            raise Lost("the solution's box does not answer")
+            raise ConnectionLost("the solution's box does not answer")
 
     def load(self) -> None:
         """Load the solution's code in the other process."""
@@ -548,15 +548,15 @@ class SolutionProcess:
 
     def ask(self, do: str, *arguments: Any, **keywords: Any) -> Any:
         """Request an operation in the other process; returns its result or raises its exception."""
-        self._ledger.showing.clear()
+        self._objects.showing.clear()
         question = {
             "do": do,
-            "arguments": [self._ledger.to_json(value, shown=True) for value in arguments],
+            "arguments": [self._objects.to_json(value, shown=True) for value in arguments],
             "named": [
-                [key, self._ledger.to_json(value, shown=True)] for key, value in keywords.items()
+                [key, self._objects.to_json(value, shown=True)] for key, value in keywords.items()
             ],
         }
-        shown = sorted(self._ledger.showing)
+        shown = sorted(self._objects.showing)
         self._line.send({**question, "shown": shown})
         while "call" in (answer := self._line.receive()):
             self._line.send({"answer": self._call_function(answer)})
@@ -572,23 +572,23 @@ class SolutionProcess:
         try:
             for number, content in answer["changes"]:
                 if number in shown:
-                    self._ledger.put(number, content)
+                    self._objects.put(number, content)
             if "raised" not in answer:
-                return self._ledger.read(answer["result"])
+                return self._objects.read(answer["result"])
             raised = self._errors.read(answer["raised"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Lost(f"no answer: {error}") from error
+            raise ConnectionLost(f"no answer: {error}") from error
         raise raised
 
     def _call_function(self, question: dict[str, Json]) -> dict[str, Json]:
         """Calls a function of the tests that the solution was given, and returns its result or error as JSON."""
         try:
-            function = self._ledger.own(question["call"])
-            arguments = [self._ledger.read(argument) for argument in question["arguments"]]
-            keywords = {name: self._ledger.read(argument) for name, argument in question["named"]}
-            return {"result": self._ledger.to_json(function(*arguments, **keywords))}
+            function = self._objects.local_object(question["call"])
+            arguments = [self._objects.read(argument) for argument in question["arguments"]]
+            keywords = {name: self._objects.read(argument) for name, argument in question["named"]}
+            return {"result": self._objects.to_json(function(*arguments, **keywords))}
         except Exception as error:  # noqa: BLE001 — the solution may catch it, as it could without a sandbox
-            return {"raised": written_error(self._ledger, error)}
+            return {"raised": written_error(self._objects, error)}
 
 
 def _is_function(value: Any) -> bool:

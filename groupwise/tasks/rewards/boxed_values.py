@@ -89,11 +89,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
-class Lost(BaseException):
+class ConnectionLost(BaseException):
     """The other side has ended or sent something invalid. No test's `except Exception` catches it."""
 
 
-class NotPlain(BaseException):
+class NotPlainError(BaseException):
     """A value that cannot be sent to the other side."""
 
 
@@ -105,26 +105,26 @@ class MessageSocket:
         self._reader = self._socket.makefile("rb")
 
     def send(self, message: Json) -> None:
-        """Send a message. Raises Lost if the other side has ended, NotPlain if the message is too long."""
+        """Send a message. Raises ConnectionLost if the other side has ended, NotPlainError if the message is too long."""
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE:
-            raise NotPlain(f"a value of {len(text)} bytes is too large")
+            raise NotPlainError(f"a value of {len(text)} bytes is too large")
         try:
             send_frame(self._socket, text)
         except OSError as error:
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
     def receive(self) -> dict[str, Json]:
-        """The next message. Raises Lost if there is none."""
+        """The next message. Raises ConnectionLost if there is none."""
         try:
             length = int.from_bytes(self._read_bytes(_HEADER), "big")
             if length > MAX_MESSAGE:
-                raise Lost(f"a message of {length} bytes")
+                raise ConnectionLost(f"a message of {length} bytes")
             message = json.loads(self._read_bytes(length))
         except (OSError, ValueError, RecursionError) as error:
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
         if not isinstance(message, dict):
-            raise Lost("no message")
+            raise ConnectionLost("no message")
         return cast("dict[str, Json]", message)
 
     def close(self) -> None:
@@ -135,11 +135,11 @@ class MessageSocket:
     def _read_bytes(self, count: int) -> bytes:
         piece = self._reader.read(count)
         if len(piece) < count:
-            raise Lost("the other side has ended")
+            raise ConnectionLost("the other side has ended")
         return piece
 
 
-class Ledger:
+class ObjectTable:
     """The objects that this side has sent by number, and the stand-ins for those of the other side."""
 
     def __init__(
@@ -158,26 +158,26 @@ class Ledger:
         self._of_tests = of_tests
         self._stays = stays
         self._stand_in = stand_in
-        self._own: list[Any] = []
+        self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._stand_ins: dict[int, Any] = {}
-        self._theirs: dict[int, int] = {}
-        self._earlier: list[Any] = []
+        self._stand_in_numbers: dict[int, int] = {}
+        self._kept_alive: list[Any] = []
         self.showing: set[int] = set()
         """Numbers of the objects sent as shown (mutable arguments); the caller clears it before each request."""
 
     def number_of(self, value: object) -> int:
         """The number of an object of this side."""
         if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._own)
-            self._own.append(value)
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
         return self._numbers[id(value)]
 
-    def own(self, number: int) -> Any:
+    def local_object(self, number: int) -> Any:
         """The object of this side with a number."""
-        return self._own[number]
+        return self._objects[number]
 
-    def theirs(self, number: int) -> Any:
+    def remote_object(self, number: int) -> Any:
         """The stand-in for the other side's object with that number."""
         return self._stand_ins[number]
 
@@ -187,8 +187,8 @@ class Ledger:
         """A value as JSON. `shown`: mutable containers get a number, so the other side can report how it changed them."""
         if value is None or isinstance(value, bool):
             return value
-        if id(value) in self._theirs:
-            return {"yours": self._theirs[id(value)]}
+        if id(value) in self._stand_in_numbers:
+            return {"yours": self._stand_in_numbers[id(value)]}
         if isinstance(value, int):
             number = int.__int__(value)
             return number if -_SMALL < number < _SMALL else {"int": hex(number)}
@@ -267,7 +267,7 @@ class Ledger:
             )
             return {"iterator" if isinstance(value, Iterator) else "list": items}
         if not self._stays(value):
-            raise NotPlain(f"{type(value).__name__}")
+            raise NotPlainError(f"{type(value).__name__}")
         return self.by_number(value)
 
     def by_number(self, value: object) -> Json:
@@ -277,13 +277,13 @@ class Ledger:
     # Receiving values
 
     def read(self, encoded: Json) -> Any:
-        """The value that was sent. Raises Lost for input that `to_json` never produces."""
+        """The value that was sent. Raises ConnectionLost for input that `to_json` never produces."""
         if not isinstance(encoded, dict):
             return encoded
         try:
             return self._read_one(cast("dict[str, Json]", encoded))
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Lost(f"no value: {error}") from error
+            raise ConnectionLost(f"no value: {error}") from error
 
     def _read_one(self, encoded: dict[str, Json]) -> Any:
         (kind, content), *_ = encoded.items()
@@ -295,7 +295,7 @@ class Ledger:
     def _build_value(self, kind: str, content: Json) -> Any:
         match kind:
             case "yours":
-                return self._own[content]
+                return self._objects[content]
             case "again":
                 return self._stand_ins[content]
             case "mine":
@@ -324,13 +324,13 @@ class Ledger:
         return self._stand_ins[number]
 
     def _represent(self, number: int, value: Any) -> None:
-        self._earlier.append(value)  # kept for good, or its id could be reused
+        self._kept_alive.append(value)  # kept for good, or its id could be reused
         self._stand_ins[number] = value
-        self._theirs[id(value)] = number
+        self._stand_in_numbers[id(value)] = number
 
     def put(self, number: int, encoded: dict[str, Json]) -> None:
         """Replace the content of an object here by what the other side has made of it."""
-        target, value = self._own[number], self.read(encoded)
+        target, value = self._objects[number], self.read(encoded)
         if isinstance(target, dict | set):
             cast("dict[Any, Any]", target).clear()
             cast("dict[Any, Any]", target).update(value)
@@ -356,11 +356,11 @@ def _from_module(module: str, name: str) -> Any:
 # Exceptions
 
 
-def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
+def written_error(objects: ObjectTable, error: BaseException) -> dict[str, Json]:
     """An exception as JSON: its name, its nearest built-in class, its arguments and its text."""
     try:
-        arguments = [ledger.to_json(argument) for argument in error.args]
-    except (NotPlain, RecursionError):
+        arguments = [objects.to_json(argument) for argument in error.args]
+    except (NotPlainError, RecursionError):
         arguments = None
     text = str(error)[:2000]
     kind = type(error)
@@ -375,8 +375,8 @@ def builtin_of(kind: type[BaseException]) -> str:
 class Errors:
     """Turns received errors into exceptions; exceptions that are not built in get one class for each name."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, objects: ObjectTable) -> None:
+        self._objects = objects
         self._kinds: dict[str, type[Exception]] = {}
 
     def kind(self, name: str, builtin_name: str) -> type[Exception]:
@@ -400,6 +400,6 @@ class Errors:
         kind = self.kind(str(message.get("name")), str(message.get("kind")))
         arguments, text = message.get("args"), str(message.get("text"))
         try:
-            return kind(*[self._ledger.read(argument) for argument in arguments or [text]])
+            return kind(*[self._objects.read(argument) for argument in arguments or [text]])
         except TypeError:  # some constructors take other arguments than they store
             return RuntimeError(f"{kind.__name__}: {text}")

@@ -241,14 +241,14 @@ _NUMBER_WORDS = {
 def parse(text: str, unit_words: frozenset[str] = frozenset()) -> Node:
     """The tree of a text. Raises ParseError if any part is not in the grammar.
 
-    `known` are words that are accepted as a unit after a number, in addition to units and plurals
+    `unit_words` are words that are accepted as a unit after a number, in addition to units and plurals
     (`groupwise.tasks.rewards.units.words_of`).
     """
     if len(text) > LONGEST:
         raise ParseError("longer than an answer is")
     parser = _Parser(tokens_of(plain_signs(text)), unit_words)
     try:
-        return parser.whole()
+        return parser.parse_all()
     except RecursionError:
         raise ParseError("nested too deep") from None
 
@@ -303,7 +303,7 @@ class _Parser:
 
     # Lists and relations
 
-    def whole(self) -> Node:
+    def parse_all(self) -> Node:
         """Parses all tokens."""
         tree = self._parse_elements()
         if self._peek().kind != "end":
@@ -439,7 +439,7 @@ class _Parser:
         return is_match
 
     def _piece_of_unit(self, is_later: bool) -> str | None:
-        """One word or sign of a unit; `later`: it is not the first. None at the end of the unit."""
+        """One word or sign of a unit; `is_later`: it is not the first. None at the end of the unit."""
         token = self._peek()
         if token.kind in ("word", "styled"):
             if token.text.strip().casefold() in _SEPARATORS:

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from groupwise.core.reward_call.call import RewardCallable
 
-STANDS_FOR = "_stands_for"
+WRAPPED_ATTRIBUTE = "_stands_for"
 """The attribute that holds the wrapped function."""
 
 
-def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
+def accept_nested(function: RewardCallable, name: str) -> RewardCallable:
     """A wrapper named `name`, with the function's signature, that accepts completions in either shape."""
     signature = inspect.signature(function)
 
@@ -36,24 +36,26 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
         )
         return _nest_awaited(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
 
-    return standing_for(function, reward, name)
+    return update_reward_wrapper(function, reward, name)
 
 
-def standing_for(function: RewardCallable, wrapper: RewardCallable, name: str) -> RewardCallable:
-    """`around`, a wrapper of the function, with the function's signature, its attributes that a rubric reads, and the name `name`."""
+def update_reward_wrapper(
+    function: RewardCallable, wrapper: RewardCallable, name: str
+) -> RewardCallable:
+    """`wrapper`, given the function's signature, the attributes that a rubric reads, and the name `name`."""
     functools.update_wrapper(wrapper, function, updated=())
     wrapper.__name__ = wrapper.__qualname__ = name
-    setattr(wrapper, STANDS_FOR, function)
+    setattr(wrapper, WRAPPED_ATTRIBUTE, function)
     for attribute in ("stateful", "check_row"):
         if hasattr(function, attribute):
             setattr(wrapper, attribute, getattr(function, attribute))
     return wrapper
 
 
-def stood_for(function: Any) -> Any:
-    """The function that the user gave, without the wrappers that `standing_for` put around it."""
-    while hasattr(function, STANDS_FOR):
-        within = getattr(function, STANDS_FOR)
+def unwrap_reward(function: Any) -> Any:
+    """The function that the user gave, without the wrappers that `update_reward_wrapper` put around it."""
+    while hasattr(function, WRAPPED_ATTRIBUTE):
+        within = getattr(function, WRAPPED_ATTRIBUTE)
         if getattr(function, "__wrapped__", None) is not within:
             break  # the user's own wrapper around such a function, with attributes copied by `functools.wraps`
         function = within

@@ -1,6 +1,6 @@
 """Names of rewards in other projects (TRL, open-r1, ms-swift, verifiers, well-known notebooks), and our equivalents.
 
-`meant_by` looks up a name that we do not have; usual prefixes and suffixes (`get_…_reward`, `…_reward_func`) are ignored. The table
+`meaning_of` looks up a name that we do not have; usual prefixes and suffixes (`get_…_reward`, `…_reward_func`) are ignored. The table
 is other_names.toml.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
+class NameMeaning:
     """A guess at the meaning of a name that we do not have."""
 
     rewards: tuple[str, ...]
@@ -34,11 +34,11 @@ class Meant:
 
 
 @cache
-def other_names() -> dict[str, Meant]:
-    """Meanings by name, without the prefixes and suffixes that `meant_by` removes."""
+def other_names() -> dict[str, NameMeaning]:
+    """Meanings by name, without the prefixes and suffixes that `meaning_of` removes."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return {
-        name: Meant(
+        name: NameMeaning(
             tuple(meaning["rewards"]),
             meaning["remark"],
             tuple(meaning.get("parameters", {}).items()),
@@ -51,10 +51,10 @@ def other_names() -> dict[str, Meant]:
 _ENDS = re.compile(r"(_rewards?)?(_(func|fn|function)s?)?$|_score$")
 
 
-def meant_by(name: str, own_names: Collection[str]) -> Meant | None:
+def meaning_of(name: str, own_names: Collection[str]) -> NameMeaning | None:
     """The likely meaning of a name; for `module.function` also of its last part. None if it is unknown.
 
-    `known` are our own names, which a name such as `get_…_reward` may contain.
+    `own_names` are our own names, which a name such as `get_…_reward` may contain.
     """
     last_part = re.split(r"[.:/]", name)[-1]
     # `cosine_scaled` of `get_cosine_scaled_reward`.
@@ -62,5 +62,5 @@ def meant_by(name: str, own_names: Collection[str]) -> Meant | None:
         if meant := other_names().get(candidate):
             return meant
         if candidate in own_names and candidate != name:
-            return Meant((candidate,), "here it has that name")
+            return NameMeaning((candidate,), "here it has that name")
     return None

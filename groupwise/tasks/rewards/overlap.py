@@ -90,13 +90,13 @@ class RubricOverlap:
             return None
         answer_words, prompt_words = words(text), words(_all_text(prompt))
         models = [words(reference) for reference in references]
-        if self.copied_run is None and stands_in(rubric, prompt):
+        if self.copied_run is None and contains_rubric(rubric, prompt):
             points = self.rubric_points + self.reference_points
             return points * max(
-                likeness_of_own(answer_words, model, prompt_words) for model in models
+                new_words_similarity(answer_words, model, prompt_words) for model in models
             )
         run = COPIED_RUN if self.copied_run is None else self.copied_run
-        new_words = set(own_words(answer_words, prompt_words, run))
+        new_words = set(words_outside_prompt(answer_words, prompt_words, run))
         likeness = max(similarity(answer_words, model) for model in models)
         return (
             self.rubric_points * overlap(new_words, vocabulary) + self.reference_points * likeness
@@ -123,7 +123,7 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
     return SequenceMatcher(None, one[:COMPARED], other[:COMPARED], autojunk=False).ratio()
 
 
-def stands_in(rubric: Any, prompt: Prompt) -> bool:
+def contains_rubric(rubric: Any, prompt: Prompt) -> bool:
     """True if a prompt contains a rubric literally: each of its lines or, for a list, some line of each criterion."""
     prompt_text = f" {' '.join(words(_all_text(prompt)))} "
     is_list = isinstance(rubric, list | tuple)
@@ -137,17 +137,17 @@ def stands_in(rubric: Any, prompt: Prompt) -> bool:
     )
 
 
-def likeness_of_own(
+def new_words_similarity(
     answer_words: Sequence[str], model: Sequence[str], prompt: Sequence[str]
 ) -> float:
     """Similarity of the words that are not in the prompt; if the reference has none of its own, only the reference itself is similar."""
-    model_words = own_words(model, prompt, 1)
+    model_words = words_outside_prompt(model, prompt, 1)
     if not model_words:
         return float(answer_words == model)
-    return similarity(own_words(answer_words, prompt, 1), model_words)
+    return similarity(words_outside_prompt(answer_words, prompt, 1), model_words)
 
 
-def own_words(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
+def words_outside_prompt(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
     """The words without runs of `run` or more that also occur in the prompt; all of them if `run` is 0."""
     if run == 0:
         return list(answer_words)

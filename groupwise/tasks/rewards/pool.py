@@ -84,7 +84,7 @@ class Died:
     reason: str
 
 
-Ended = Answered | TimedOut | Died
+CallOutcome = Answered | TimedOut | Died
 
 
 class WorkerPool:
@@ -120,7 +120,9 @@ class WorkerPool:
         for slot in self._slots:
             await asyncio.wrap_future(slot.ready)
 
-    async def ask(self, payload: bytes, limit: float, repeat_limit: float | None = None) -> Ended:
+    async def ask(
+        self, payload: bytes, limit: float, repeat_limit: float | None = None
+    ) -> CallOutcome:
         """Send a pickled request to a worker and return the outcome; `limit` is in seconds for each piece of user code that the
         worker names.
 
@@ -196,7 +198,7 @@ class _Slot:
         except BaseException as error:  # noqa: BLE001 — raised in the caller that waits for it
             self.ready.set_exception(error)
 
-    def do(self, job: _Call) -> Ended:
+    def do(self, job: _Call) -> CallOutcome:
         """Process one request; if the process does not survive it, a new one is started for the next."""
         if self._process is not None and self._process.has_ended:
             self._discard()
@@ -307,11 +309,11 @@ class _Process:
         """True if the process is gone."""
         return has_ended(self._process)
 
-    def begin(self, setup: bytes, limit: float) -> Ended:
+    def begin(self, setup: bytes, limit: float) -> CallOutcome:
         """Send the setup, and wait for the report that it is ready."""
         return self._exchange(setup, limit, lambda message: "running" not in message)
 
-    def ask(self, number: int, call: _Call) -> Ended:
+    def ask(self, number: int, call: _Call) -> CallOutcome:
         """Send a request and wait for the answer with its number."""
         self._output.begin_call()
         self._running = None
@@ -348,7 +350,7 @@ class _Process:
         limit: float,
         accepts: Callable[[dict[str, Any]], bool],
         repeat_limit: float = 0.0,
-    ) -> Ended:
+    ) -> CallOutcome:
         allowed = max(limit, repeat_limit)  # no user code is named yet
         deadline = time.monotonic() + allowed
         try:

@@ -531,7 +531,7 @@ def _name_in(case: Mapping[str, Any]) -> Any:
 def _make_call(inputs: Any, expected: Any, *, accept_list: bool = False) -> _Call:
     """A call. Its arguments are a list, or text with the JSON of one argument in each line; a number is a single argument.
 
-    `listed`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
+    `accept_list`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
     text itself.
     """
     if isinstance(inputs, str):

@@ -27,8 +27,8 @@ from groupwise.core.errors import TaskError
 from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.reward_call.call import RewardCallable, check_function, name_of
 from groupwise.tasks.rewards.gold import gold_of_row
-from groupwise.tasks.rewards.nesting import taking_nested
-from groupwise.tasks.rewards.other_names import meant_by
+from groupwise.tasks.rewards.nesting import accept_nested
+from groupwise.tasks.rewards.other_names import meaning_of
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 
@@ -110,7 +110,7 @@ def configured_rubric(
 ) -> Rubric | None:
     """The rewards that the config's section `rewards` names itself; None if it leaves them to the task. Raises TaskError.
 
-    `own`: the name and rewards of a task. A router without another default uses them for rows with unknown labels.
+    `task_rewards`: the name and rewards of a task. A router without another default uses them for rows with unknown labels.
     """
     answer_column, router = section.get("answer_column"), section.get("router")
     if section.get("reward_funcs") is not None:
@@ -179,7 +179,7 @@ def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weig
             )
         function = cast("RewardCallable", target)
     check_function(function, name)
-    wrapped: Any = taking_nested(function, name if ":" not in name else name_of(function))
+    wrapped: Any = accept_nested(function, name if ":" not in name else name_of(function))
     if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
         wrapped.check_row = functools.partial(_need_gold, function)
     weight = section.get("weight", 1.0)
@@ -209,7 +209,7 @@ def _load_object(name: str) -> object:
             instantiate=False,
         )
     except TaskError as error:
-        meant = meant_by(name, modules_by_name)
+        meant = meaning_of(name, modules_by_name)
         raise TaskError(f"{error}\n{meant.hint}" if meant else str(error)) from error
     if isinstance(plugin.object, ModuleType):
         functions = [
@@ -256,12 +256,12 @@ def _is_nothing(name: str, modules_by_name: Mapping[str, str]) -> bool:
         is not None
     )
     return name in sys.stdlib_module_names or (
-        absent and meant_by(name, modules_by_name) is not None
+        absent and meaning_of(name, modules_by_name) is not None
     )
 
 
 def _unknown_name_message(name: str, modules_by_name: Mapping[str, str]) -> str:
-    meant = meant_by(name, modules_by_name)
+    meant = meaning_of(name, modules_by_name)
     quoted = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
     if meant is None:
         suggestions = nearest(name, modules_by_name)

@@ -38,7 +38,7 @@ class Router(Rubric):
             raise TaskError(f"{where}: there are no labels; give the rewards of at least one.")
         self.where = where
         self._outer_labels: frozenset[str] = frozenset()
-        self._set_rubrics({label: rubric.under(label) for label, rubric in rubrics.items()})
+        self._set_rubrics({label: rubric.nested_under(label) for label, rubric in rubrics.items()})
         self.default = self._checked_default(default)
         duplicates = [name for name, count in Counter(self.names).items() if count > 1]
         if duplicates:
@@ -92,14 +92,17 @@ class Router(Rubric):
         )
         return router
 
-    def under(self, label: str) -> Router:
-        """See `Rubric.under`: the rewards become one label of another router, so a row's `task` may name that label and this router
+    def nested_under(self, label: str) -> Router:
+        """See `Rubric.nested_under`: the rewards become one label of another router, so a row's `task` may name that label and this router
         ignores it.
         """
         router = copy.copy(self)
         router._outer_labels = self._outer_labels | {label}
         router._set_rubrics(
-            {inner_label: rubric.under(label) for inner_label, rubric in self.rubrics.items()}
+            {
+                inner_label: rubric.nested_under(label)
+                for inner_label, rubric in self.rubrics.items()
+            }
         )
         return router
 
@@ -229,7 +232,7 @@ def _label_rows(request: ScoreRequest) -> list[dict[str, Any]]:
 
 
 def _subset(request: ScoreRequest, indices: Sequence[int]) -> ScoreRequest:
-    """The request reduced to some of its members."""
+    """The request for these members alone."""
 
     def subset(values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in indices]

@@ -103,7 +103,7 @@ class Rubric:
         rubric.weights = checked_weights(weights, rubric.names, self.where)
         return rubric
 
-    def under(self, label: str) -> Rubric:
+    def nested_under(self, label: str) -> Rubric:
         """A copy whose parts are called `label/name`."""
         rubric = copy.copy(self)
         rubric.names = tuple(f"{label}/{name}" for name in self.names)
@@ -172,7 +172,7 @@ class Rubric:
         return messages
 
     @property
-    def columns_meant(self) -> list[tuple[str, str]]:
+    def argument_columns(self) -> list[tuple[str, str]]:
         """Pairs of a function's name and an argument that names a column."""
         functions = zip(self.names, self.functions, strict=True)
         return [
@@ -181,10 +181,10 @@ class Rubric:
             for argument in column_arguments(function)
         ]
 
-    def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    def unfilled_arguments(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
         """Pairs of a function's name and a parameter that is None for all of these rows, because their column is empty or missing."""
         empty = (
-            pair for pair in self.columns_meant if all(row.get(pair[1]) is None for row in rows)
+            pair for pair in self.argument_columns if all(row.get(pair[1]) is None for row in rows)
         )
         return list(empty) if rows else []
 

@@ -61,8 +61,8 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def can_follow_number(phrase: str, unit_words: frozenset[str], at_most_one: bool) -> bool:
-    """True if a phrase after a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known` (the
-    words of the gold answer). After a number of at most one (`one`) any noun can be counted.
+    """True if a phrase after a number is a unit or a counted noun: one of its words is a known unit, a plural, or in
+    `unit_words` (the words of the gold answer). After a number of at most one (`at_most_one`), any noun can be counted.
     """
     words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
     return at_most_one or any(
@@ -76,7 +76,7 @@ def can_follow_number(phrase: str, unit_words: frozenset[str], at_most_one: bool
 
 
 def is_unit(words: str, upright: bool, is_later: bool = False) -> bool:
-    r"""True if each of these words can be part of a unit; `later`: they follow its first word.
+    r"""True if each of these words can be part of a unit; `is_later`: they follow its first word.
 
     A single letter can if it is `upright`, as in `\text{}`.
     """

@@ -16,7 +16,7 @@ from groupwise.core.errors import RewardWorkerError
 from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored_group
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Prompt, from_json
-from groupwise.tasks.rewards.pool import Answered, Died, Ended, Kind, TimedOut, WorkerPool
+from groupwise.tasks.rewards.pool import Answered, Died, CallOutcome, Kind, TimedOut, WorkerPool
 
 METRICS_LIMIT_FACTOR = 10
 """`compute_metrics` sees a whole evaluation, so its time limit is this multiple of a group's."""
@@ -91,7 +91,7 @@ class RewardWorkers:
         """Kill the workers and all that they started, and wait until they are reaped."""
         await self._pool.close()
 
-    async def _ask_pool(self, request: Any, limit: float) -> Ended:
+    async def _ask_pool(self, request: Any, limit: float) -> CallOutcome:
         return await self._pool.ask(_pickle_request(request), limit)
 
 

@@ -67,7 +67,7 @@ class Dialogue(Protocol):
         ...
 
 
-def begin(
+def begin_dialogue(
     tokenizer: Any,
     prompt: Prompt,
     tools: Sequence[Schema],
@@ -95,7 +95,7 @@ def first_ids(
         return prompt_ids(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
     template_inputs = _template_inputs(tools, columns)
     if template_inputs.tools and not knows_tools(tokenizer):
-        messages = told_of_tools(prompt, template_inputs.tools)
+        messages = with_tool_descriptions(prompt, template_inputs.tools)
         return prompt_ids(tokenizer, messages, (), template_inputs.arguments)
     try:
         return prompt_ids(tokenizer, prompt, template_inputs.tools, template_inputs.arguments)
@@ -124,7 +124,7 @@ def knows_tools(tokenizer: Any) -> bool:
     return "tools" in str(tokenizer.chat_template or "")
 
 
-def told_of_tools(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
+def with_tool_descriptions(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
     """The chat with the tools described in its system message."""
     tool_text = instructions(tools)
     if messages and messages[0].get("role") in ("system", "developer"):
@@ -197,7 +197,7 @@ class ChatDialogue:
         self._told = bool(tools) and not knows_tools(tokenizer)
         self._tools = () if self._told else tools
         self._template_kwargs = template_kwargs
-        self._prompt = told_of_tools(prompt, tools) if self._told else list(prompt)
+        self._prompt = with_tool_descriptions(prompt, tools) if self._told else list(prompt)
         self._messages: list[Message] = []
         self._rendered = self._render(self._prompt)
         """The template's last output for the conversation, up to the point where the policy continues."""

@@ -37,7 +37,7 @@ from groupwise.core.types import (
     SamplingParams,
 )
 from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
-from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin
+from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin_dialogue
 from groupwise.tasks.rollouts.hosts import EnvironmentHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
@@ -74,11 +74,11 @@ class _Attempt:
     longest: int
     """Most tokens of its context."""
     completions: list[str] = field(default_factory=list[str])
-    heard: list[str] = field(default_factory=list[str])
+    reply_digests: list[str] = field(default_factory=list[str])
     parts: list[RewardPart] = field(default_factory=list[RewardPart])
     seconds: float = 0.0
     ended_by: EndedBy | None = None
-    lives: bool = True
+    environment_alive: bool = True
     """True while its environment still exists."""
     outcome: Outcome = "pending"
     reason: str | None = None
@@ -187,7 +187,7 @@ class EnvironmentRollouts:
     def _dialogue(
         self, ask: Ask, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
     ) -> Dialogue:
-        return begin(self._tokenizer, prompt, tools, ask.example.columns, ids)
+        return begin_dialogue(self._tokenizer, prompt, tools, ask.example.columns, ids)
 
     async def _play_turns(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
@@ -217,19 +217,19 @@ class EnvironmentRollouts:
                 max_tokens=self._turn_params(ask, attempt).max_tokens,
             )
             (completion,) = await sampler.generate(request)
-        if attempt.lives:
+        if attempt.environment_alive:
             # The environment's reward for the whole rollout.
             call = replace(self._turn_call(ask, attempt), ending=True)
             self._apply_reply(attempt, await self._host.ask(call, self._limits.time_limit))
 
     def _apply_reply(self, attempt: _Attempt, reply: Reply) -> None:
         """Process the parts of a reply other than its observation."""
-        attempt.lives = reply.outcome == "pending"
+        attempt.environment_alive = reply.outcome == "pending"
         if attempt.outcome != "pending":
             return
         attempt.seconds += reply.seconds
         attempt.parts += reply.parts
-        attempt.heard.append(reply.digest)
+        attempt.reply_digests.append(reply.digest)
         if reply.outcome != "pending":
             attempt.fail(reply.outcome, reply.reason)
         elif attempt.seconds > self._limits.max_seconds:
@@ -251,7 +251,9 @@ class EnvironmentRollouts:
 
     def _turn_call(self, ask: Ask, attempt: _Attempt) -> SessionCall:
         call = self._first_call(ask, attempt.member, attempt.session)
-        return replace(call, completions=tuple(attempt.completions), heard=tuple(attempt.heard))
+        return replace(
+            call, completions=tuple(attempt.completions), reply_digests=tuple(attempt.reply_digests)
+        )
 
     # --- sampling -----------------------------------------------------------------------------------
 

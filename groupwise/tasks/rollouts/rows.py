@@ -2,7 +2,7 @@
 
 A rollout is one row, or several if the chat template rewrote earlier turns: each segment with a prompt of its own starts a row. All
 rows of a rollout have its weight, so sums over rows are sums over rollouts. Rows are computed separately; a value for the rollout
-as a whole, such as a ratio or an importance weight, needs `with_others`.
+as a whole, such as a ratio or an importance weight, needs `with_sibling_stats`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
     ]
 
 
-def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
+def with_sibling_stats(
+    rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None
+) -> list[Row]:
     """The rows, each with sums over the other rows of its rollout, if it has any; the call must include all rows of a rollout.
 
     `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones.
@@ -172,7 +174,7 @@ def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
 
 
 def _logprob_difference(row: Row, logprobs: Sequence[float], reference: Sequence[float]) -> float:
-    """The sum of `of` − `to` over the trained tokens."""
+    """The sum of `logprobs` − `reference` over the trained tokens."""
     return math.fsum(
         a - b for a, b, counts in zip(logprobs, reference, row.mask, strict=True) if counts
     )

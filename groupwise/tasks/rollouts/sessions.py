@@ -34,7 +34,7 @@ from groupwise.tasks.environment import (
 )
 
 
-class Started(Protocol):
+class OnStart(Protocol):
     """Callback that is called just before user code runs."""
 
     def __call__(self, name: str, *, repeated: bool = False) -> None:
@@ -56,7 +56,7 @@ class SessionCall:
     columns: dict[str, Any]
     completions: tuple[str, ...] = ()
     """All completions so far; empty in the request for the first prompt."""
-    heard: tuple[str, ...] = ()
+    reply_digests: tuple[str, ...] = ()
     """Digests of the replies so far: one for the start and one for each turn."""
     repeat_limit: float | None = None
     """Seconds for each repeated piece, which was fast enough before; independent of the remaining time. None: the limit of new pieces."""
@@ -84,7 +84,7 @@ class Reply:
 @dataclass(slots=True)
 class _Session:
     environment: Any
-    heard: list[str] = field(default_factory=list[str])
+    reply_digests: list[str] = field(default_factory=list[str])
 
 
 class _Unusable(Exception):
@@ -98,11 +98,11 @@ class Sessions:
         self._factory = factory
         self._sessions: dict[int, _Session] = {}
 
-    async def answer(self, call: SessionCall, started: Started) -> dict[str, Any]:
+    async def answer(self, call: SessionCall, started: OnStart) -> dict[str, Any]:
         """The `Reply`, as JSON values."""
         return json.loads(to_json(await self.reply(call, started)))
 
-    async def reply(self, call: SessionCall, started: Started) -> Reply:
+    async def reply(self, call: SessionCall, started: OnStart) -> Reply:
         """Execute a call; an exception of the environment fails its rollout."""
         try:
             session = self._sessions.get(call.session)
@@ -112,8 +112,8 @@ class Sessions:
                 reply = await self._end_session(session, call, started)
                 await self._drop_session(call.session)
                 return reply
-            reply = await self._run_turn(session, call, len(call.heard), started)
-            session.heard.append(reply.digest)
+            reply = await self._run_turn(session, call, len(call.reply_digests), started)
+            session.reply_digests.append(reply.digest)
             return reply
         except _Unusable as problem:
             reason = str(problem)
@@ -122,27 +122,27 @@ class Sessions:
         await self._drop_session(call.session)
         return Reply(outcome="failed", reason=printable(reason))
 
-    async def _rebuild_session(self, call: SessionCall, started: Started) -> _Session:
+    async def _rebuild_session(self, call: SessionCall, started: OnStart) -> _Session:
         """A new environment that has repeated all turns of the lost one."""
-        started(f"{_display_name(self._factory)}()", repeated=bool(call.heard))
+        started(f"{_display_name(self._factory)}()", repeated=bool(call.reply_digests))
         environment = self._factory()
         try:
             check_methods(environment, "the environment")
         except TaskError as problem:
             raise _Unusable(str(problem)) from problem
         session = self._sessions[call.session] = _Session(environment)
-        for turn, digest in enumerate(call.heard):
+        for turn, digest in enumerate(call.reply_digests):
             repeat = await self._run_turn(session, call, turn, partial(started, repeated=True))
             if repeat.digest != digest:
                 raise _Unusable(
                     f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
                     "It must depend on its row, seed and member and on the completions alone."
                 )
-            session.heard.append(repeat.digest)
+            session.reply_digests.append(repeat.digest)
         return session
 
     async def _run_turn(
-        self, session: _Session, call: SessionCall, turn: int, started: Started
+        self, session: _Session, call: SessionCall, turn: int, started: OnStart
     ) -> Reply:
         """The start of the rollout (turn 0), or the answer to the completion of a turn (from 1)."""
         begun_at = time.perf_counter()
@@ -164,7 +164,7 @@ class Sessions:
             reply, seconds=seconds, digest=hashlib.sha256(call_json.encode()).hexdigest()[:16]
         )
 
-    async def _call_reset(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+    async def _call_reset(self, session: _Session, call: SessionCall, started: OnStart) -> Reply:
         reset = getattr(session.environment, "reset", None)
         if reset is None:
             return Reply()
@@ -177,7 +177,7 @@ class Sessions:
             return Reply(prompt=as_prompt(result))
 
     async def _call_step(
-        self, session: _Session, completion: str, turn: int, started: Started
+        self, session: _Session, completion: str, turn: int, started: OnStart
     ) -> Reply:
         name = f"{_display_name(session.environment)}.step, turn {turn}"
         started(name)
@@ -187,7 +187,7 @@ class Sessions:
             parts = (*as_parts(step.reward, turn - 1), *as_parts(step.metrics, turn - 1, 0.0))
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
-    async def _end_session(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+    async def _end_session(self, session: _Session, call: SessionCall, started: OnStart) -> Reply:
         """The reward parts of the whole rollout."""
         begun_at = time.perf_counter()
         parts: list[RewardPart] = []

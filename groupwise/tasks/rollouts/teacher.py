@@ -35,13 +35,13 @@ from groupwise.tasks.data.sft import (
     teacher_example,
 )
 from groupwise.tasks.data.sft_functions import collate, format_rows
-from groupwise.tasks.rollouts.dialogue import knows_tools, told_of_tools
+from groupwise.tasks.rollouts.dialogue import knows_tools, with_tool_descriptions
 
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherWay:
+class TeacherOptions:
     """Settings for reading a teacher's rows."""
 
     text_field: str = "text"
@@ -102,11 +102,11 @@ class LessonSet:
 
 
 def read_lessons(
-    tokenizer: Any, rows: Sequence[dict[str, Any]], options: TeacherWay, *, where: str
+    tokenizer: Any, rows: Sequence[dict[str, Any]], options: TeacherOptions, *, where: str
 ) -> LessonSet:
     """Tokenise and mask all rows. Raises `TaskError` with a message that starts with `where` and names the row, for an invalid row.
 
-    A row that the chat template rejects is left out; it is an error with `way.strict`, or if no other row is left.
+    A row that the chat template rejects is left out; it is an error with `options.strict`, or if no other row is left.
     """
     if options.formatting is not None:
         what = f"{where}, formatted by get_sft_formatting_func,"
@@ -169,7 +169,7 @@ def teacher_row(masked: Masked) -> Row:
 
 
 def _read_lesson(
-    tokenizer: Any, index: int, row: Mapping[str, Any], options: TeacherWay, where: str
+    tokenizer: Any, index: int, row: Mapping[str, Any], options: TeacherOptions, where: str
 ) -> Lesson:
     location = f"{where}: row {number_of(row, index)}"
     try:
@@ -198,7 +198,7 @@ def _read_lesson(
         raise type(error)(f"{location}: {error.message}") from error
 
 
-def _mask_content(tokenizer: Any, content: Content, options: TeacherWay) -> list[Masked]:
+def _mask_content(tokenizer: Any, content: Content, options: TeacherOptions) -> list[Masked]:
     if isinstance(content, PlainText) and options.completion_only:
         raise TaskError(
             "data.completion_only_loss is true, but the row is one text, of which no part is a completion. Give rows of "
@@ -211,7 +211,9 @@ def _mask_content(tokenizer: Any, content: Content, options: TeacherWay) -> list
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
     chat = _chat_input(tokenizer, content)
-    start = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
+    start = (
+        content.completion_start + len(chat.messages) - len(content.messages)
+    )  # tools may come first
     turns = [turn for turn in assistant_turns(chat) if turn >= start]
     prefills = {start: content.prefill} if content.prefill else {}
     return mask_turns(tokenizer, chat, turns[-1:] if options.last_turn_only else turns, prefills)
@@ -233,7 +235,7 @@ def _all_trained(tokenizer: Any, content: Content) -> Masked:
 def _chat_input(tokenizer: Any, content: Conversation) -> Chat:
     """The template's input; if the template does not support tools, they are described in the system message."""
     if content.tools and not knows_tools(tokenizer):
-        messages = told_of_tools(content.messages, content.tools)
+        messages = with_tool_descriptions(content.messages, content.tools)
         return Chat(messages, (), content.template_kwargs)
     return Chat(content.messages, content.tools, content.template_kwargs)
 
@@ -243,7 +245,7 @@ def _from_tokens(tokens: Tokens) -> Masked:
     return Masked(tokens.ids, tokens.mask, ends=1)
 
 
-def _check_tokens(masked: Masked, options: TeacherWay, where: str) -> Masked:
+def _check_tokens(masked: Masked, options: TeacherOptions, where: str) -> Masked:
     """Checks token ids and masks. The first token is never trained, because there is no context to predict it from."""
     unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < options.vocabulary)
     if (index := next(unknown, None)) is not None:
@@ -259,7 +261,7 @@ def _check_tokens(masked: Masked, options: TeacherWay, where: str) -> Masked:
     return replace(masked, mask=(0, *masked.mask[1:]))
 
 
-def _fit_to_length(masked: Masked, options: TeacherWay) -> Masked | None:
+def _fit_to_length(masked: Masked, options: TeacherOptions) -> Masked | None:
     """The row within the length limit; None if it is left out, or has no trained token left."""
     if len(masked.ids) <= options.max_length:
         return masked

@@ -55,12 +55,12 @@ async def check_environment(task: Task, config: RunConfig, example: Example) -> 
         if first_reply.reason is not None:
             return _broken_environment(f"the first prompt: {first_reply.reason}")
         again = await host.ask(replace(first, session=1), config.rollout.time_limit)
-        turn = replace(first, completions=(GARBAGE,), heard=(first_reply.digest,))
+        turn = replace(first, completions=(GARBAGE,), reply_digests=(first_reply.digest,))
         answer = await host.ask(turn, config.rollout.time_limit)
         if answer.reason is not None:
             return _broken_environment(f"a turn with {GARBAGE!r}: {answer.reason}")
         ended = await host.ask(
-            replace(turn, heard=(first_reply.digest, answer.digest), ending=True),
+            replace(turn, reply_digests=(first_reply.digest, answer.digest), ending=True),
             config.rollout.time_limit,
         )
         if ended.reason is not None:

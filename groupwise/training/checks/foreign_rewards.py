@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.tasks.rewards.other_names import Meant, meant_by
+from groupwise.tasks.rewards.other_names import NameMeaning, meaning_of
 from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.checks.foreign_names import TRL_LENGTH
 from groupwise.training.checks.foreign_python import Unread
@@ -81,7 +81,7 @@ def _reward_by_name(
     name: str, module: str, given: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     known = registered_rewards()
-    meant = meant_by(name, known)
+    meant = meaning_of(name, known)
     if name == "length" and open_r1:
         return (
             "length",
@@ -116,7 +116,7 @@ def _reward_of_call(
     """The entry for a reward created by a call such as `get_cosine_scaled_reward(max_len=500)`, found by the function's name."""
     called = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", made.written)
     name = called[1].rpartition(".")[2] if called else ""
-    meant = meant_by(name, registered_rewards()) if made.of_library else None
+    meant = meaning_of(name, registered_rewards()) if made.of_library else None
     if meant is None or not meant.rewards:
         text = f"`{made.written:.60}` of line {made.line} is not taken over. Write a function that has a name in its place"
         return None, text, True
@@ -125,7 +125,7 @@ def _reward_of_call(
     return entry, said, True
 
 
-def _with_parameters(name: str, meant: Meant, given: Mapping[str, Any], open_r1: bool) -> Any:
+def _with_parameters(name: str, meant: NameMeaning, given: Mapping[str, Any], open_r1: bool) -> Any:
     reward = meant.rewards[0]
     parameters: dict[str, Any] = dict(meant.parameters)
     for theirs, (ours, default) in PARAMETERS.get(reward, {}).items():

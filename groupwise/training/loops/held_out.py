@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from groupwise.core.errors import RewardWorkerError
 from groupwise.runs.records import EvaluationRecord
-from groupwise.tasks.data.divergence import Fall, divergence
+from groupwise.tasks.data.divergence import HeldOutDrop, divergence
 from groupwise.tasks.data.reward_hacking import change
 from groupwise.tasks.data.reward_hacking_detectors import Finding, SignalsConfig
 from groupwise.tasks.data.success import part_of_success
@@ -185,7 +185,9 @@ def _divergence(
         values.append(measured.values if measured else {})
     then, now = values
     both = sorted(then.keys() & now.keys())
-    fall = Fall(metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1)
+    fall = HeldOutDrop(
+        metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1
+    )
     # Training rewards since the best evaluation. If some examples were chosen by the curriculum or replay,
     # only the rewards of the others count.
     curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], best)

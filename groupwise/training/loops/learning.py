@@ -24,7 +24,7 @@ from groupwise.tasks.rollouts.rows import (
     training_rows,
     with_advantages,
     with_learner_logprobs,
-    with_others,
+    with_sibling_stats,
 )
 from groupwise.training.loops.metrics import loss_metrics
 from groupwise.training.loops.run import Learning
@@ -144,11 +144,11 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
     # the first update computes its own.
     updates = len([*parts(len(rows_by_group), run.config.training)])
-    needed = updates > 1 or any(row.others is not None for row in with_others(rows))
+    needed = updates > 1 or any(row.others is not None for row in with_sibling_stats(rows))
     if run.algorithm.needs_proximal and needed:
         found = await run.learner.logprobs(rows)
         rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
-    left = iter(with_others(rows))
+    left = iter(with_sibling_stats(rows))
     return [[next(left) for _ in group] for group in rows_by_group]
 
 
@@ -163,5 +163,5 @@ async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> li
         return rows
     work = run.learner.logprobs(parted)
     now = await (run.interruption.allow(work) if droppable else work)
-    left = iter(with_others(parted, now))
+    left = iter(with_sibling_stats(parted, now))
     return [row if row.others is None else next(left) for row in rows]

@@ -116,7 +116,7 @@ def test_the_solver_counts_slides_and_ways():
     layout, start = rush_hour._make_layout(4, cars, (0, 0), walls=0)
     solved = solve(layout, start)
     assert solved.distance[start] == 2
-    assert solved.ways[start] == 2  # Bv1 or Bv2
+    assert solved.path_counts[start] == 2  # Bv1 or Bv2
     assert len(solved.graph) == 3 * 3 - 1  # all places but A at the edge with B in row 0
     # with a wall in the third row, B can neither leave the way upwards nor downwards
     layout, start = rush_hour._make_layout(4, (cars[0], Car(False, 3, 2)), (0, 0), walls=1 << 11)
