@@ -32,11 +32,11 @@ from groupwise.tasks.data.chat import Account, Row, Rows
 from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
 from groupwise.tasks.data.loading import (
     Unscorable,
-    training_parts,
+    always_scorable,
     held_out_parts,
     holds_out,
     set_location,
-    always_scorable,
+    training_parts,
     with_label,
 )
 from groupwise.tasks.data.mixture import Part, interleave, mix_parts, with_same_columns

@@ -30,7 +30,7 @@ from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import usable_rows
+from groupwise.tasks.data.source_rows import keep_usable
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.crossword import PureAccuracy, letters
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
@@ -159,7 +159,7 @@ def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
         task_config.columns,
         revision=task_config.source_revision,
     )
-    rows, left_out = usable_rows(
+    rows, left_out = keep_usable(
         source_rows,
         _clue_row,
         lambda row: (_normalise_case(row["clue"]), letters(row["answer"])),
@@ -225,8 +225,8 @@ def _too_few_message(task_config: TaskConfig, count: int) -> str:
         "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
     )
     return (
-        f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, validation_size {task_config.validation_size} and "
-        f"{requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
+        f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
+        f"validation_size {task_config.validation_size} and {requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
     )
 
 

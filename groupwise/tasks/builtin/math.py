@@ -43,7 +43,7 @@ from groupwise.core.settings.view import View
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import question_key, usable_rows
+from groupwise.tasks.data.source_rows import keep_usable, question_key
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.formats import SoftFormat
 from groupwise.tasks.rewards.gold import at_mark, marked_answer
@@ -293,7 +293,7 @@ def problems_of(
 ) -> tuple[list[Problem], Counter[str]]:
     """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
     question, answer, solution = (_find_column(rows, kind, source) for kind in COLUMNS)
-    return usable_rows(
+    return keep_usable(
         rows,
         lambda row: problem_of(
             task_config, *(row.get(name) for name in (question, answer, solution))

@@ -177,8 +177,8 @@ def _new_rows(
                     f"{type(failure).__name__}: {failure}"
                 )
             raise ValueError(
-                f"the dataset `{spec['name']}` has too few different problems: after {previous_count} of {count}, {BLOCK} in a row were there "
-                "already. Make the splits smaller, or the problems larger by level or parameters."
+                f"the dataset `{spec['name']}` has too few different problems: after {previous_count} of {count}, {BLOCK} in a row were "
+                "there already. Make the splits smaller, or the problems larger by level or parameters."
             )
         first += BLOCK
     return rows

@@ -35,7 +35,7 @@ from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import question_key, usable_rows
+from groupwise.tasks.data.source_rows import keep_usable, question_key
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
 
@@ -222,7 +222,7 @@ def rows_of(
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The usable rows of a source, each question once, and counts of the other rows by reason."""
     names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
-    return usable_rows(
+    return keep_usable(
         source_rows,
         lambda row: row_of(
             task_config, {column: row.get(source_column) for column, source_column in names.items()}
@@ -250,8 +250,8 @@ def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> di
     for column, source_column in names.items():
         if source_column is None and column not in OPTIONAL:
             raise TaskError(
-                f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. {_columns_text(available)} Name it: "
-                f"task.columns.{column}=NAME"
+                f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. "
+                f"{_columns_text(available)} Name it: task.columns.{column}=NAME"
             )
     return {
         column: source_column

@@ -266,8 +266,8 @@ def _overlong_length(task_config: TaskConfig, config: Any) -> int | None:
         return task_config.overlong_length or (longest and int(OVERLONG_SHARE * longest))
     if task_config.overlong_length >= longest:
         raise TaskError(
-            f"task.overlong_length is {task_config.overlong_length}, but completions are cut off at {longest} tokens, so that none would be "
-            f"over-length. Leave it out, which makes it three quarters of the longest ({int(OVERLONG_SHARE * longest)} here), lower it, "
+            f"task.overlong_length is {task_config.overlong_length}, but completions are cut off at {longest} tokens, so that none would "
+            f"be over-length. Leave it out, which makes it three quarters of the longest ({int(OVERLONG_SHARE * longest)} here), lower it, "
             "or raise sampler.max_completion_length. task.weights.over_length=0 pays for any length."
         )
     return task_config.overlong_length

@@ -20,12 +20,12 @@ from groupwise.runs.records import WarningRecord
 from groupwise.tasks.data.drift import Gauge
 from groupwise.tasks.data.reward_hacking_detectors import (
     DETECTORS,
-    Finding,
     DetectorInput,
+    Finding,
     SignalsConfig,
     missing_accuracy_note,
 )
-from groupwise.tasks.data.reward_hacking_statistics import lowest_part_values, group_statistics
+from groupwise.tasks.data.reward_hacking_statistics import group_statistics, lowest_part_values
 
 Argument: TypeAlias = tuple[str, str]
 """A reward's name and the name of one of its arguments."""

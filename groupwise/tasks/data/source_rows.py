@@ -24,7 +24,7 @@ def question_key(question: str) -> str:
     return " ".join(question.split()).casefold()
 
 
-def usable_rows(
+def keep_usable(
     rows: Sequence[Mapping[str, Any]],
     make: Callable[[Mapping[str, Any]], Made],
     same: Callable[[Made], Hashable],

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from groupwise.tasks.rewards.boxed_values import (
     MUTABLE,
+    ConnectionLost,
     Errors,
     Json,
-    ObjectTable,
-    ConnectionLost,
     MessageSocket,
+    ObjectTable,
     builtin_of,
     written_error,
 )
@@ -73,10 +73,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Solution:
-    def __init__(self, code: str, line: MessageSocket, *, common_imports: bool) -> None:
+    def __init__(self, code: str, connection: MessageSocket, *, common_imports: bool) -> None:
         self._code = code
         self._common_imports = common_imports
-        self._line = line
+        self._connection = connection
         self._module = types.ModuleType(MODULE)
         self._objects = ObjectTable(stays=lambda value: True, stand_in=self._function_of_the_tests)
         self._errors = Errors(self._objects)
@@ -84,10 +84,10 @@ class _Solution:
 
     def serve(self) -> None:
         """Answer requests one after the other."""
-        self._line.send({"ready": True})
+        self._connection.send({"ready": True})
         with suppress(ConnectionLost):
             while True:
-                self._answer_question(self._line.receive())
+                self._answer_question(self._connection.receive())
 
     def _answer_question(self, question: dict[str, Json]) -> None:
         try:
@@ -107,11 +107,11 @@ class _Solution:
             )
             by_number = question["do"] == "call" and _has_methods(result)
             reply = self._objects.by_number(result) if by_number else self._objects.to_json(result)
-            self._line.send({"result": reply, "changes": changes})
+            self._connection.send({"result": reply, "changes": changes})
         except ConnectionLost:
             raise
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
-            self._line.send({"raised": written_error(self._objects, error), "changes": []})
+            self._connection.send({"raised": written_error(self._objects, error), "changes": []})
 
     def _contents_of(self, numbers: list[int]) -> dict[int, Json]:
         return {
@@ -157,8 +157,8 @@ class _Solution:
             encoded_keywords = [
                 [key, self._objects.to_json(argument)] for key, argument in keywords.items()
             ]
-            self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
-            while "answer" not in (message := self._line.receive()):
+            self._connection.send({"call": number, "arguments": encoded, "named": encoded_keywords})
+            while "answer" not in (message := self._connection.receive()):
                 self._answer_question(message)
             if "raised" in message["answer"]:
                 raise self._errors.read(message["answer"]["raised"])

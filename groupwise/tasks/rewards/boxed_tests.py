@@ -31,12 +31,12 @@ from typing import Any
 
 from groupwise.tasks.rewards.boxed_solution import MODULE, WRAPPER
 from groupwise.tasks.rewards.boxed_values import (
+    ConnectionLost,
     Errors,
     Json,
-    ObjectTable,
-    ConnectionLost,
     MessageSocket,
     NotPlainError,
+    ObjectTable,
     written_error,
 )
 from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
@@ -512,12 +512,12 @@ def _error_text(error: BaseException) -> str:
 class SolutionProcess:
     """The connection to the solution's side: requests to the solution, and its callbacks."""
 
-    def __init__(self, line: MessageSocket) -> None:
-        self._line = line
+    def __init__(self, connection: MessageSocket) -> None:
+        self._connection = connection
         self._objects = ObjectTable(_is_function, lambda number: Remote(self), of_tests=True)
         self._errors = Errors(self._objects)
         self.names: frozenset[str] = frozenset()
-        if "ready" not in line.receive():
+        if "ready" not in connection.receive():
             raise ConnectionLost("the solution's box does not answer")
 
     def load(self) -> None:
@@ -557,9 +557,9 @@ class SolutionProcess:
             ],
         }
         shown = sorted(self._objects.showing)
-        self._line.send({**question, "shown": shown})
-        while "call" in (answer := self._line.receive()):
-            self._line.send({"answer": self._call_function(answer)})
+        self._connection.send({**question, "shown": shown})
+        while "call" in (answer := self._connection.receive()):
+            self._connection.send({"answer": self._call_function(answer)})
         try:
             return self._read_result(answer, shown)
         except (StopIteration, StopAsyncIteration) as error:
@@ -613,17 +613,17 @@ def _between_remotes(do: str) -> Callable[..., Any]:
 
 
 def _ask_remote(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
-    solution: SolutionProcess = object.__getattribute__(remote, "_process")
+    solution: SolutionProcess = object.__getattribute__(remote, "_groupwise_process")
     return solution.ask(do, remote, *arguments, **keywords)
 
 
 class Remote:
     """An object of the solution that is not a plain value."""
 
-    __slots__ = ("__weakref__", "_process")
+    __slots__ = ("__weakref__", "_groupwise_process")
 
     def __init__(self, solution: SolutionProcess) -> None:
-        object.__setattr__(self, "_process", solution)
+        object.__setattr__(self, "_groupwise_process", solution)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):

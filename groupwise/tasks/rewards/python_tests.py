@@ -861,8 +861,8 @@ class PythonTests:
         if unmet := [name for name in self.require if name in lacking]:
             raise ValueError(
                 f"does not run code without {', '.join(unmet)} in its sandbox ({'; '.join(PROTECTIONS[name] for name in unmet)}), and this "
-                f"machine has {description or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` to what you "
-                "need: [] for code that you trust."
+                f"machine has {description or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` "
+                "to what you need: [] for code that you trust."
             )
         return f"runs code in a sandbox that has {description}; it lacks {', '.join(lacking) or 'nothing'}"
 

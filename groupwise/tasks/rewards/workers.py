@@ -16,7 +16,7 @@ from groupwise.core.errors import RewardWorkerError
 from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored_group
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Prompt, from_json
-from groupwise.tasks.rewards.pool import Answered, Died, CallOutcome, Kind, TimedOut, WorkerPool
+from groupwise.tasks.rewards.pool import Answered, CallOutcome, Died, Kind, TimedOut, WorkerPool
 
 METRICS_LIMIT_FACTOR = 10
 """`compute_metrics` sees a whole evaluation, so its time limit is this multiple of a group's."""

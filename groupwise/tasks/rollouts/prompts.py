@@ -112,8 +112,8 @@ def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     warnings: list[str] = []
     if repeated_marks := [mark for text in problems for mark in marks if mark in text]:
         warnings.append(
-            f"messages hold {repeated_marks[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
-            "it once more. Give such a prompt as text, or the messages as they were before"
+            f"messages hold {repeated_marks[0]!r}, which the chat template writes itself: they seem to have been through it already, "
+            "and go through it once more. Give such a prompt as text, or the messages as they were before"
         )
     if any(map(looks_like_messages, texts)):
         warnings.append(

@@ -23,7 +23,7 @@ from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.curriculum import EASY
 from groupwise.tasks.data.examples import examples_from_rows, fingerprint
-from groupwise.tasks.data.loading import as_prompts, always_scorable
+from groupwise.tasks.data.loading import always_scorable, as_prompts
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.tasks.data.replay import key_of

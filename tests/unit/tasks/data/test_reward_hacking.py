@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.tasks.data.drift import MANY, Gauge
-from groupwise.tasks.data.reward_hacking import StepSignals, Signals
+from groupwise.tasks.data.reward_hacking import Signals, StepSignals
 from groupwise.tasks.data.reward_hacking_detectors import DetectorInput, SignalsConfig, dominance
 
 Parts = dict[str, tuple[float, float]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.types import Example, Group, Outcome, RewardPart, Rollout, Segment
-from groupwise.tasks.data.reward_hacking_statistics import lowest_part_values, group_statistics
+from groupwise.tasks.data.reward_hacking_statistics import group_statistics, lowest_part_values
 
 
 def member(

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from groupwise.tasks.rewards.boxed_values import (
     MAX_MESSAGE,
-    Errors,
-    ObjectTable,
     ConnectionLost,
+    Errors,
     MessageSocket,
     NotPlainError,
+    ObjectTable,
     written_error,
 )
 

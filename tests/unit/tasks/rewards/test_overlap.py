@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from groupwise.tasks.rewards.overlap import (
     RubricOverlap,
+    contains_rubric,
     overlap,
     similarity,
-    contains_rubric,
     words,
 )
 
