@@ -226,7 +226,8 @@ def _too_few_message(task_config: TaskConfig, count: int) -> str:
     )
     return (
         f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
-        f"validation_size {task_config.validation_size} and {requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
+        f"validation_size {task_config.validation_size} and {requested} to train on; clues with the same "
+        "answer go together. Make the splits smaller, or name a larger source."
     )
 
 

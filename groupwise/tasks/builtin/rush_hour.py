@@ -281,8 +281,8 @@ def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tu
             yield boards
     raise TaskError(
         f"task: only {count} boards of {task_config.size}×{task_config.size} cells that need {task_config.min_moves} to "
-        f"{task_config.max_moves} moves were found; then {MAX_MISSES_IN_A_ROW} layouts in a row had none. Lower min_moves, raise max_moves, or make train_size, "
-        "validation_size and eval_size smaller."
+        f"{task_config.max_moves} moves were found; then {MAX_MISSES_IN_A_ROW} layouts in a row had none. "
+        "Lower min_moves, raise max_moves, or make train_size, validation_size and eval_size smaller."
     )
 
 

@@ -162,8 +162,8 @@ def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
     except Unusable as reason:
         message_number = "" if reason.message is None else f", message {reason.message}"
         raise TaskError(
-            f"{where}{message_number}: `{name}` cannot be used: {reason}. It is of type {_type_of(value).__name__}: {value!r:.80}. Expected "
-            'text, or a list of chat messages such as [{"role": "user", "content": "..."}].'
+            f"{where}{message_number}: `{name}` cannot be used: {reason}. It is of type {_type_of(value).__name__}: {value!r:.80}. "
+            'Expected text, or a list of chat messages such as [{"role": "user", "content": "..."}].'
         ) from reason
 
 

@@ -219,8 +219,8 @@ def _files_of(folder: Path, split: str) -> list[Path]:
         saved_split = state.get("_split") or TRAIN
         if saved_split != split and saved_folder.name != split:
             raise TaskError(
-                f"The folder {saved_folder} holds the split {saved_split!r} of a saved dataset, and {split!r} was asked for. Name the other "
-                "folder, or take a slice: train[:90%] and train[90%:]."
+                f"The folder {saved_folder} holds the split {saved_split!r} of a saved dataset, and {split!r} was asked for. Name the "
+                "other folder, or take a slice: train[:90%] and train[90%:]."
             )
         match state.get("_data_files"):
             case [*files] if all(
