@@ -277,8 +277,8 @@ class _Hooks:
 
     def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The rows of all sets, with their shares of an epoch, from the weights."""
-        scored = self._unscorable_check(config)
-        parts, account = training_parts(self._data, teacher=False, unscorable=scored)
+        unscorable = self._unscorable_check(config)
+        parts, account = training_parts(self._data, teacher=False, unscorable=unscorable)
         for task_set in self._tasks:
             examples = task_set.task.rl_examples(task_set.config, limit)
             parts.append(task_set.part(_example_rows(examples)))
@@ -288,8 +288,8 @@ class _Hooks:
 
     def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The held-out rows of all sets, in turn."""
-        scored = self._unscorable_check(config)
-        parts, account = held_out_parts(self._data, teacher=False, unscorable=scored)
+        unscorable = self._unscorable_check(config)
+        parts, account = held_out_parts(self._data, teacher=False, unscorable=unscorable)
         for task_set in self._sets_with_hook("get_eval_dataset"):
             examples = task_set.task.eval_examples(task_set.config, limit)
             parts.append(task_set.part(_example_rows(examples)))

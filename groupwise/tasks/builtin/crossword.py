@@ -221,12 +221,12 @@ def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[d
 
 
 def _too_few_message(task_config: TaskConfig, count: int) -> str:
-    requested = (
+    training_part = (
         "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
     )
     return (
         f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
-        f"validation_size {task_config.validation_size} and {requested} to train on; clues with the same "
+        f"validation_size {task_config.validation_size} and {training_part} to train on; clues with the same "
         "answer go together. Make the splits smaller, or name a larger source."
     )
 

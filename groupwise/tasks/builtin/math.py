@@ -105,7 +105,7 @@ class TaskConfig(Strict):
     seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_options(self) -> TaskConfig:
         if self.min_level > self.max_level:
             raise ValueError("min_level is greater than max_level")
         if unknown := set(self.columns) - set(COLUMNS):
@@ -400,7 +400,7 @@ def _distinct_problems(
             _term_key(term),
         )
         repeats = repeats + 1 if key in problems else 0
-        problems.setdefault(key, Problem(question, str(_evaluate(term)), worked, key, level))
+        problems.setdefault(key, Problem(question, str(_value_of_term(term)), worked, key, level))
         if repeats == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The levels that task.min_level and task.max_level name seem to have no more than {len(problems)} different problems, "
@@ -426,7 +426,7 @@ def _level_3(stream: Stream) -> Operation:
     other = _random_number(stream, 1, 50)
     if stream.below(2):
         return Operation("+", other, product)
-    larger, smaller = (product, other) if _evaluate(product) >= other else (other, product)
+    larger, smaller = (product, other) if _value_of_term(product) >= other else (other, product)
     return Operation("-", larger, smaller)
 
 
@@ -434,7 +434,7 @@ def _level_4(stream: Stream) -> Operation:
     if stream.below(2):
         product = Operation("×", _random_sum(stream, 10, 40), _random_number(stream, 2, 9))
         other = _random_number(stream, 1, 40)
-        return Operation("-" if _evaluate(product) >= other else "+", product, other)
+        return Operation("-" if _value_of_term(product) >= other else "+", product, other)
     divisor, quotient = _random_number(stream, 2, 12), _random_number(stream, 2, 20)
     first = _random_number(stream, 1, int(divisor * quotient) - 1)
     return Operation("÷", Operation("+", first, divisor * quotient - first), divisor)
@@ -471,10 +471,10 @@ def _random_fraction(stream: Stream) -> Fraction:
     return Fraction(1 + stream.below(under - 1), under)
 
 
-def _evaluate(term: Term) -> Fraction:
+def _value_of_term(term: Term) -> Fraction:
     if isinstance(term, Fraction):
         return term
-    left, right = _evaluate(term.left), _evaluate(term.right)
+    left, right = _value_of_term(term.left), _value_of_term(term.right)
     match term.sign:
         case "+":
             return left + right
@@ -514,11 +514,11 @@ def _worked_steps(term: Term) -> Iterator[str]:
         return
     yield from _worked_steps(term.left)
     yield from _worked_steps(term.right)
-    left, right = _evaluate(term.left), _evaluate(term.right)
+    left, right = _value_of_term(term.left), _value_of_term(term.right)
     stages = [
         f"{left} {term.sign} {right}",
         *_intermediate_steps(term.sign, left, right),
-        str(_evaluate(term)),
+        str(_value_of_term(term)),
     ]
     yield " = ".join(dict.fromkeys(stages))
 

@@ -203,10 +203,10 @@ def _make_splits(task_config: TaskConfig) -> Splits:
         task_config.train_size,
     )
     if len(rows) < held_out + (train_size or 1):
-        requested = "what is left" if train_size is None else f"train_size {train_size}"
+        training_part = "what is left" if train_size is None else f"train_size {train_size}"
         raise TaskError(
             f"{_source_name(task_config)} has {len(rows)} usable questions, too few for eval_size {task_config.eval_size}, validation_size "
-            f"{task_config.validation_size} and {requested} to train on. Make the splits smaller, or name a larger source."
+            f"{task_config.validation_size} and {training_part} to train on. Make the splits smaller, or name a larger source."
         )
     shuffled = Stream("rubric_answers", task_config.seed).sample(rows, len(rows))
     parts = (

@@ -350,9 +350,9 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
         if cell // size != row:
             walls |= 1 << cell
     occupied |= walls
-    free = FREE_CELLS[stream.below(len(FREE_CELLS))]
+    free_cells = FREE_CELLS[stream.below(len(FREE_CELLS))]
     for _ in range(4 * size * size):
-        if size * size - occupied.bit_count() <= free or len(cars) == len(LETTERS):
+        if size * size - occupied.bit_count() <= free_cells or len(cars) == len(LETTERS):
             break
         length = 3 if size > 4 and stream.below(3) == 0 else 2
         car = Car(stream.below(2) == 0, stream.below(size), length)

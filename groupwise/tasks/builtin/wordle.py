@@ -387,10 +387,10 @@ def _earlier_guess(
 ) -> str:
     """A plausible guess: every other time one that the marks so far allow, if there is such a word other than the secret."""
     shuffled = _from_anywhere(words, stream)
-    one_allowed = stream.below(2)
+    must_fit = stream.below(2)
     candidates = (word for word in shuffled if word != secret and word not in guesses)
     first = next(candidates)
-    if not one_allowed:
+    if not must_fit:
         return first
     return next(filter(Knowledge.of(guesses, marks).allows, chain([first], candidates)), first)
 

@@ -274,7 +274,7 @@ def _task_config(config: Any) -> TaskConfig:
 
 
 def _game_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
-    nothing = Knowledge.of([], [])
+    no_knowledge = Knowledge.of([], [])
     size = task_config.train_size if split == "train" else None
     words = words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed)
     stream = Stream("wordle choices", split, task_config.seed)
@@ -290,7 +290,7 @@ def _game_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
                 ],
                 "secret": secret,
                 **({"choices": choices} if choices else {}),
-                "gold_completion": answer(reasoning(nothing, secret), secret),
+                "gold_completion": answer(reasoning(no_knowledge, secret), secret),
             }
         )
     return rows

@@ -57,17 +57,17 @@ def canonical(value: Any) -> Any:
 
 def unsupported_parts(canonical: Any) -> Iterator[str]:
     """Yields descriptions of the parts that `canonical` could not describe, found in its result."""
-    waiting = [canonical]
-    while waiting:
-        entry = waiting.pop()
+    pending = [canonical]
+    while pending:
+        entry = pending.pop()
         if isinstance(entry, list):
-            waiting.extend(reversed(cast("list[Any]", entry)))
+            pending.extend(reversed(cast("list[Any]", entry)))
         elif isinstance(entry, dict):
             parts = cast("dict[str, Any]", entry)
             if UNSUPPORTED in parts:
                 yield parts[UNSUPPORTED]
             else:
-                waiting.extend(parts.values())
+                pending.extend(parts.values())
 
 
 class _TangledError(Exception):

@@ -134,16 +134,16 @@ def _make_example(index: int, columns: dict[str, Any], where: str) -> Example:
 
 def _iterate_texts(value: Any) -> Iterator[str]:
     """Yields every text in lists and dicts. Each container is visited once, because it may contain itself."""
-    waiting = [value]
+    pending = [value]
     # Maps ids to the objects themselves, which keeps them alive: the id of a freed object could be reused.
     visited: dict[int, object] = {}
-    while waiting:
-        entry = waiting.pop()
+    while pending:
+        entry = pending.pop()
         if issubclass(type(entry), str):
             yield entry
         elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in visited:
             visited[id(entry)] = entry
-            waiting.extend(reversed(_items_of(entry)))
+            pending.extend(reversed(_items_of(entry)))
 
 
 def _items_of(value: Any) -> list[Any]:

@@ -208,13 +208,13 @@ class Selection:
             return None
         return Choice("easy", "easy", stream.below(self._sizes.easy))
 
-    def _sample_replay(self, block: int, step: int, free: int) -> list[Entry]:
+    def _sample_replay(self, block: int, step: int, free_slots: int) -> list[Entry]:
         config, replay = self._config.replay, self.replay
         if config is None or replay is None or step < self._replay_from:
             return []
         if len(replay) < config.warmup_entries:
             return []
-        most = min(free, int(config.max_share * self._sizes.block))
+        most = min(free_slots, int(config.max_share * self._sizes.block))
         return replay.sample(most, Stream("replay", self._seed, block))
 
     def _next_fresh(self) -> Choice:

@@ -92,7 +92,7 @@ def teacher_example(
     row = named_messages(dict(row))
     match _form_of_row(row, text_field):
         case "tokens":
-            content, used = (
+            content, used_columns = (
                 tokens_of(row, location),
                 {"input_ids", "labels", "attention_mask", *MASKS},
             )
@@ -100,13 +100,16 @@ def teacher_example(
             chat = _conversation(
                 _parse_messages(row["messages"], location, "messages"), 0, row, location
             )
-            content, used = chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
+            content, used_columns = (
+                chat,
+                {"messages", "conversations", "tools", "chat_template_kwargs"},
+            )
         case "completion":
-            content, used = _completion_content(row, location), {
+            content, used_columns = _completion_content(row, location), {
                 "prompt", "completion", "tools", "chat_template_kwargs",
             }  # fmt: skip
         case "text":
-            content, used = (
+            content, used_columns = (
                 PlainText(_require_text(row[text_field], location, text_field)),
                 {text_field},
             )
@@ -116,7 +119,7 @@ def teacher_example(
         raise TaskError(
             f"{location}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
         )
-    extra_columns = {name: value for name, value in row.items() if name not in used}
+    extra_columns = {name: value for name, value in row.items() if name not in used_columns}
     return TeacherExample(Example(index, _prompt_of(content), extra_columns), content)
 
 

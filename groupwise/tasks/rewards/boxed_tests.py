@@ -226,20 +226,20 @@ def _test_steps(tree: ast.Module, entry_point: str | None, checking: frozenset[s
 def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
     """The functions whose call checks something, directly or through functions that they call."""
     callers: defaultdict[str, set[str]] = defaultdict(set)
-    new: set[str] = set()
+    added: set[str] = set()
     for function in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in (
                 node for statement in function.body for node in _reachable_statements(statement)
             ):
                 if _is_check(node, frozenset()):
-                    new.add(function.name)
+                    added.add(function.name)
                 elif isinstance(node, ast.Call):
                     callers[_name_of_call(node)].add(function.name)
     checking = set[str]()
-    while new:
-        checking |= new
-        new = {caller for name in new for caller in callers[name]} - checking
+    while added:
+        checking |= added
+        added = {caller for name in added for caller in callers[name]} - checking
     return frozenset(checking)
 
 

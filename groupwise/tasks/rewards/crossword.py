@@ -137,13 +137,13 @@ class PureAccuracy:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, answers))
-        return each_alone(self._reward, texts, golds, lengths)
+        return each_alone(self._reward_of_text, texts, golds, lengths)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
         _forms_of_length(gold_of_row(row, self.answer_column, self.answer_tag), _stated_length(row))
 
-    def _reward(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
+    def _reward_of_text(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         answer = tags.last_answer(text) or ""
         right = letters(answer) in exact and not _other_signs(answer)
@@ -240,16 +240,16 @@ def _gold_letters(gold: str) -> str:
 def _forms_of_length(forms: Sequence[str], length: int | None) -> frozenset[str]:
     """The letters of the accepted forms that have the expected length."""
     spellings = {_gold_letters(form) for form in forms}
-    fitting = frozenset(
+    matches = frozenset(
         spelling for spelling in spellings if length is None or len(spelling) == length
     )
-    if not fitting:
+    if not matches:
         lengths = " or ".join(str(len(spelling)) for spelling in sorted(spellings))
         raise ValueError(
             f"the row's enumeration asks for {length} letters, but its gold answer {forms[0]!r:.60} "
             f"has {lengths}; nothing could be right. Mend the row"
         )
-    return fitting
+    return matches
 
 
 def _stated_length(row: Mapping[str, Any]) -> int | None:

@@ -39,10 +39,10 @@ class _Layout(ABC):
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """A reward for each completion, which depends only on its text."""
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        return each_alone(self._reward, texts)
+        return each_alone(self._reward_of_text, texts)
 
     @abstractmethod
-    def _reward(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         """The reward of one completion."""
 
 
@@ -61,7 +61,7 @@ class StrictFormat(_Layout):
 
     right: float = 0.5
 
-    def _reward(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         think_open, think_close, answer_open, answer_close = map(re.escape, self.tags.four)
         layout = (
             rf"{think_open}\n{_content_pattern(self.tags)}\n{think_close}\n"
@@ -79,7 +79,7 @@ class SoftFormat(_Layout):
 
     right: float = 0.5
 
-    def _reward(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         return self.right if both_pairs(self.tags, text) else 0.0
 
 
@@ -91,7 +91,7 @@ class XmlCount(_Layout):
     each: float = 0.125
     """An eighth: the four together earn as much as the layout."""
 
-    def _reward(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         count_pairs = zip(
             self.tags.counts(text),
             self.tags.counts(without_empty_pairs(self.tags, text)),
@@ -112,7 +112,7 @@ class MatchFormat(_Layout):
     wrong: float = -1.0
     """Below 0, so that a model which ignores the layout notices even if no completion of the group has it."""
 
-    def _reward(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         if both_pairs(self.tags, text):
             return self.right
         think_opens, _, answer_opens, _ = self.tags.counts(without_empty_pairs(self.tags, text))

@@ -100,13 +100,13 @@ class MathAnswer:
             for text in texts
         ]
         record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
-        return each_alone(self._reward, texts, answers, golds)
+        return each_alone(self._reward_of_text, texts, answers, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _reward(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
+    def _reward_of_text(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
         right = answer is not None and matches_any(forms, answer)
         if not self.tolerant:
             return float(right)
@@ -165,13 +165,13 @@ class PureAccuracyMath:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(voting_key, answers))
-        return each_alone(self._reward, texts, golds)
+        return each_alone(self._reward_of_text, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _reward(self, text: str, forms: Sequence[str]) -> float:
+    def _reward_of_text(self, text: str, forms: Sequence[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         prefix = tags.four[0] if self.reasoning_opened else ""
         full_text = text if text.startswith(prefix) else prefix + text

@@ -161,8 +161,8 @@ def _solve_inequality(node: Node) -> tuple[str, list[Interval]] | None:
     """The letter that an inequality (or a chain of them) bounds, and its intervals; None if it bounds none or several."""
     if node.kind != "relation" or not set(node.name) <= set("<>≤≥≠"):
         return None
-    if len(node.name) == 1 and (without := _without_bars(node)) is not None:
-        return without
+    if len(node.name) == 1 and (solution := _without_bars(node)) is not None:
+        return solution
     name_indices = [index for index, part in enumerate(node.parts) if part.kind == "name"]
     bounds = [part for part in node.parts if part.kind != "name"]
     if len(name_indices) != 1 or any(names_in(part) for part in bounds):

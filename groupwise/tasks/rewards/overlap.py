@@ -65,7 +65,7 @@ class RubricOverlap:
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
         texts = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
-        return each_alone(self._reward, prompts, texts, rubrics, references)
+        return each_alone(self._reward_of_text, prompts, texts, rubrics, references)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
@@ -82,7 +82,7 @@ class RubricOverlap:
             f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}. Name it in rubric_column"
         )
 
-    def _reward(
+    def _reward_of_text(
         self, prompt: Prompt, text: str, rubric: Any, references: Sequence[str]
     ) -> float | None:
         vocabulary = [word for word in words(_all_text(rubric)) if len(word) > _SHORT]

@@ -775,7 +775,7 @@ class _VerdictCollector:
         try:
             async with asyncio.timeout(seconds):
                 while (message := await self._next_message()) is not None and "done" not in message:
-                    self._record(self._require_unbroken(message))
+                    self._record_verdict(self._require_unbroken(message))
         except TimeoutError:
             self._why = self._why or f"time ran out in test {len(self._outcomes)}"
             return True
@@ -790,7 +790,7 @@ class _VerdictCollector:
             raise _BrokeOff(message["broken"], self.verdict())
         return message
 
-    def _record(self, message: Mapping[str, Any]) -> None:
+    def _record_verdict(self, message: Mapping[str, Any]) -> None:
         self._outcomes.append(message["passed"])
         self._why = self._why or message["why"]
 
@@ -908,7 +908,7 @@ class PythonTests:
         if log_extra is not None:
             log_extra("python_tests", [_verdict_record(verdict) for verdict in verdicts])
         return [
-            verdict if isinstance(verdict, Failed) else self._reward(verdict)
+            verdict if isinstance(verdict, Failed) else self._reward_of_verdict(verdict)
             for verdict in verdicts
         ]
 
@@ -925,7 +925,7 @@ class PythonTests:
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
 
-    def _reward(self, verdict: Verdict) -> float:
+    def _reward_of_verdict(self, verdict: Verdict) -> float:
         return verdict.passed / verdict.of if self.partial else float(verdict.passed == verdict.of)
 
 

@@ -329,11 +329,11 @@ class RushSolutionShaped:
         if moves is None:
             return exact
         attempt = play(board, moves)
-        best_length = _optional_integer(target, "moves")
-        enough = min(map(len, golds)) if best_length is None else best_length
+        column_optimum = _optional_integer(target, "moves")
+        optimum = min(map(len, golds)) if column_optimum is None else column_optimum
         return (
             exact
-            + self.solve * attempt.solved / (1 + max(0, attempt.length(moves) - enough))
+            + self.solve * attempt.solved / (1 + max(0, attempt.length(moves) - optimum))
             + self.prefix
             * max(
                 attempt.legal / len(moves), *(_matching_prefix_share(moves, gold) for gold in golds)

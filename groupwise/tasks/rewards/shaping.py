@@ -99,13 +99,13 @@ class Length:
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag) for text in texts]
         record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
-        return each_alone(self._reward, answers, map(len, completion_ids), golds)
+        return each_alone(self._reward_of_text, answers, map(len, completion_ids), golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _reward(self, answer: str | None, length: int, forms: Sequence[str]) -> float:
+    def _reward_of_text(self, answer: str | None, length: int, forms: Sequence[str]) -> float:
         right = answer is not None and matches_any(forms, answer)
         short, long = (
             (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)

@@ -112,7 +112,7 @@ def read_lessons(
         what = f"{where}, formatted by get_sft_formatting_func,"
         rows = format_rows(rows, options.formatting, text_field=options.text_field, where=what)
     lessons: list[Lesson] = []
-    cut = dropped = 0
+    cut_count = dropped_count = 0
     refusals: dict[str, list[Refused]] = {}
     for index, row in enumerate(rows):
         try:
@@ -122,24 +122,24 @@ def read_lessons(
                 raise
             refusals.setdefault(str(problem.__cause__), []).append(problem)
             continue
-        fitting = [
+        fitted_rows = [
             fitted
             for fitted in (_fit_to_length(masked, options) for masked in lesson.rows)
             if fitted is not None
         ]
-        cut += sum(fitted not in lesson.rows for fitted in fitting)
-        dropped += len(lesson.rows) - len(fitting)
-        if fitting:
-            lessons.append(replace(lesson, rows=tuple(fitting)))
+        cut_count += sum(fitted not in lesson.rows for fitted in fitted_rows)
+        dropped_count += len(lesson.rows) - len(fitted_rows)
+        if fitted_rows:
+            lessons.append(replace(lesson, rows=tuple(fitted_rows)))
     if not lessons and refusals:
         raise next(iter(refusals.values()))[0]
     if not lessons:
         raise TaskError(
-            f"{where}: nothing is left to train: of all {dropped} rows nothing trained stands within data.max_length = "
+            f"{where}: nothing is left to train: of all {dropped_count} rows nothing trained stands within data.max_length = "
             f"{options.max_length} tokens (data.truncation_mode is {options.truncation}). Raise it, or shorten the rows."
         )
     counts = {reason: len(problems) for reason, problems in refusals.items()}
-    return LessonSet(tuple(lessons), cut, dropped, counts)
+    return LessonSet(tuple(lessons), cut_count, dropped_count, counts)
 
 
 def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
