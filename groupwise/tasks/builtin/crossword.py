@@ -3,12 +3,12 @@
     task:
       source: my_clues.jsonl    # or a hub id; without it, 185 clues of general knowledge that come with the package
 
-Rows have the columns `clue`, `answer` and perhaps `enumeration`; `task.columns` names them where a source calls them otherwise. An
-enumeration that stands at the end of the clue is taken from there, one that stands nowhere is counted. Rows that cannot be used are
-left out and counted by the reason, or refused with `task.strict`.
+Rows have the columns `clue`, `answer` and perhaps `enumeration`; `task.columns` maps other column names. Without the
+column, the enumeration is read from the end of the clue, or else counted from the answer. Rows that cannot be used are left
+out and counted by the reason, or refused with `task.strict`.
 
-The reward is `pure_accuracy`, 1 for the answer alone between its tags. No answer occurs in two splits, whatever its clues, and neither
-does any clue.
+The reward is `pure_accuracy`, 1 for the answer alone between its tags. No answer and no clue occurs in two
+splits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A completion is to think between `<think>` and `</think>` and to answer between 
 at most:
 
     math_answer    1      the answer is right: the last answer tag, or else the last \boxed{}, against the gold answer by value
-    soft_format    0.1    both pairs of tags are there, in order and with content (`task.format_weight`)
+    soft_format    0.1    both pairs of tags, in order and with content (`task.format_weight`)
 
 With `task.strict` the first is `pure_accuracy_math`: the completion must begin with the tags, and the answer must be
 the gold one as it is written.
@@ -17,8 +17,8 @@ Generated problems have five levels:
     4    brackets, and divisions without a rest                    (12 + 9) × 4 - 7, (32 + 24) ÷ 8
     5    a sum, difference or product of two fractions             2/3 + 3/4
 
-No problem occurs twice, in whatever order of its summands or factors: neither in one split nor in two. Those of a source are told
-apart by their text.
+No problem occurs twice, within a split or across splits; generated problems that differ only in the order of summands or factors
+count as the same. Problems of a source are compared by their text.
 """
 
 from __future__ import annotations

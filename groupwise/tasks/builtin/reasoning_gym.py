@@ -5,8 +5,8 @@
         - {name: chain_sum, level: 1}
         - {name: letter_counting, weight: 2, parameters: {max_words: 8}}
 
-The prompt is the package's question, below a system prompt that asks for the answer in `<answer>` tags. What stands in the last pair
-of these goes to the grader of the row's dataset, or the whole completion where there is none. The grader's number, mostly from 0 to 1,
+The prompt is the package's question, below a system prompt that asks for the answer in `<answer>` tags. The content of the
+last pair of tags, or the whole completion without one, goes to the grader of the row's dataset. The grader's number, mostly from 0 to 1,
 is the reward. An answer that it cannot read earns 0; an entry that it cannot read is an error.
 
 No question occurs twice, neither in a split nor in two of them, and each split has seeds of its own. Rows carry all that grading

@@ -1,14 +1,14 @@
-"""Rush Hour: slide cars out of the way until car A stands at the right edge, in as few moves as possible.
+"""Rush Hour: slide cars out of the way until car A is at the right edge, in as few moves as possible.
 
-Boards are generated. A layout is a set of cars and walls, each car with its axis and its line. From one way of placing the cars the
-solver finds every other that can be reached, and how many moves each is away from the nearest solved one, all at once: moves can be
-taken back, so the search begins at every solved board. A slide of any length is one move. Boards whose number of moves is the wanted one
-are drawn from what was found, a few of each layout.
+Boards are generated. A layout is a set of cars and walls, each car with its axis and its line. From one placement of the cars the
+solver finds every reachable placement and its distance in moves from the nearest solved one, in a single search: moves can be
+undone, so the search starts at all solved boards. A slide of any length is one move. Boards with the requested number of moves
+are drawn from these, a few of each layout.
 
 `answer` holds every solution of the fewest moves; boards with more than `MOST_SOLUTIONS` are not used, so that no best answer is ever
 called wrong. Each has been played on its own board. No two examples share a board, and no two splits share a layout.
 
-The reward is `rush_solution_shaped`, or `rush_solution_exact` with `task.reward: exact`; the other one is recorded beside it.
+The reward is `rush_solution_shaped`, or `rush_solution_exact` with `task.reward: exact`; the other one is recorded as well.
 """
 
 from __future__ import annotations

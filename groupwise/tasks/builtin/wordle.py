@@ -1,6 +1,6 @@
 """One turn of Wordle: one to four guesses and their marks are given, and the next guess is asked for.
 
-A completion is to think, close `</think>` and write `<guess>word</guess>`; the first well-formed guess behind the tag counts. Six parts
+A completion is to think, close `</think>` and write `<guess>word</guess>`; the first well-formed guess after the tag counts. Six parts
 make the reward, 0.7 at most; their weights are in `task.weights`:
 
     format          0.2    there is a guess

@@ -1,7 +1,7 @@
 """Preprocessing of rows before prompts are made of them: `data.preprocessing_pipeline`.
 
     generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
-    deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
+    deepseek                  a prompt that is a chat, unchanged, and its `answer` also as `reference`
     module:function           your own function, row → row or None; also path/to/file.py:function
     a name                    one that an installed package announces as entry point of the group `groupwise.preprocessing`
 

@@ -37,8 +37,8 @@ class CrosswordAccuracy:
 
     answer_column: str | None = None
     mode: Mode = "any"
-    """any: the letters follow each other, whatever stands between them. contiguous: the words follow each other, perhaps inside
-    longer ones. word: they stand as words of their own."""
+    """any: the letters follow each other, with anything between them. contiguous: the words follow each other, perhaps inside
+    longer ones. word: they are words of their own."""
     scaled: bool = False
     """Multiply by the share of the four tags that occur and by the ramp, so that blurting the answer out earns little."""
     min_words: int = 25
@@ -102,7 +102,7 @@ class PureAccuracy:
 
     answer_column: str | None = None
     word_bonus: float = 0.02
-    """Times the tag share, where the gold answer stands as a word: breaks ties among wrong answers, and no more."""
+    """Times the tag share, if the gold answer occurs as a word: only breaks ties among wrong answers."""
     occurrence: float = 0.25
     """Times `crossword_accuracy` with `scaled`: a quarter of a right answer for having thought of it."""
     mode: Mode = "any"

@@ -75,7 +75,7 @@ class StrictFormat(_Layout):
 @reward("soft_format")
 @dataclass(frozen=True, slots=True)
 class SoftFormat(_Layout):
-    """`right` if a pair of reasoning tags and after it a pair of answer tags stand anywhere, both with content; else 0."""
+    """`right` if a pair of reasoning tags and after it a pair of answer tags occur anywhere, both with content; else 0."""
 
     right: float = 0.5
 
@@ -105,7 +105,7 @@ class XmlCount(_Layout):
 @reward("match_format")
 @dataclass(frozen=True, slots=True)
 class MatchFormat(_Layout):
-    """`right` for both pairs as in `soft_format`; `begun` where at least an opening tag stands; else `wrong`."""
+    """`right` for both pairs as in `soft_format`; `begun` if there is at least an opening tag; else `wrong`."""
 
     right: float = 2.0
     begun: float = 0.5
@@ -122,7 +122,7 @@ class MatchFormat(_Layout):
 @reward("think_format")
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """`right` for reasoning in one pair of tags at the beginning and something behind it, which needs no tags; else 0. As in TRL."""
+    """`right` for reasoning in one pair of tags at the start and something after it, which needs no tags; else 0. As in TRL."""
 
     reasoning_tag: Tag = "think"
     right: float = 1.0

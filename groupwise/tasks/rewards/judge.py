@@ -72,11 +72,11 @@ class Judge:
     """None leaves it to the service; some models take no other."""
     max_tokens: int | None = 1024
     concurrency: int = 8
-    """Requests that are under way at once, of each worker."""
+    """Most concurrent requests of each worker."""
     time_limit: float = 25.0
-    """Seconds for a group; what is not answered by then is a failure of its completions alone."""
+    """Seconds for a group; completions without a verdict by then fail, and no others."""
     retries: int = 3
-    """How often a request is repeated that may yet succeed."""
+    """Most retries of a request after a temporary error."""
     cache: str | None = None
     """Folder for answers; None for the user's cache folder."""
 

@@ -87,7 +87,7 @@ class IntReward:
 def keyword_match(
     completions: Sequence[CompletionText], keywords: Sequence[Any], **columns: Any
 ) -> list[float | None]:
-    """Share of the row's keywords that the completion has behind its reasoning, ignoring case; None for a row that has none.
+    """Share of the row's keywords that the completion has after its reasoning, ignoring case; None for a row that has none.
 
     The column `keywords` holds a list, or text with commas between them.
     """

@@ -62,10 +62,10 @@ class MathAnswer:
     wrong: float = -1.0
     """Tolerant: any other number."""
     not_numeric: float = -0.5
-    """Tolerant: there is no answer, or it or the gold answer is no number, so that no distance can be told."""
+    """Tolerant: there is no answer, or it or the gold answer is no number, so that they have no distance."""
     answer_tag: Tag = "answer"
     reasoning_tag: Tag | None = None
-    """A reasoning tag beside those that models use, which are known."""
+    """A reasoning tag in addition to the usual ones, which are known."""
 
     def __post_init__(self) -> None:
         check_tag(self.answer_tag)
@@ -147,7 +147,7 @@ class PureAccuracyMath:
 
     answer_column: str | None = None
     reasoning_opened: bool = False
-    """Whether prompt or chat template end with the opening reasoning tag, so that completions start behind it."""
+    """Whether prompt or chat template end with the opening reasoning tag, so that completions start after it."""
     reasoning_tag: Tag = THINK.reasoning
     answer_tag: Tag = THINK.answer
 

@@ -49,8 +49,8 @@ class RubricOverlap:
     reference_points: float = 5.0
     """Half of the rubric's: a good answer need not be worded like the reference."""
     copied_run: int | None = None
-    """Words: so many or more in a row that stand in the prompt like this do not count. 1: no word of the prompt counts. 0: all do.
-    null: 5, and 1 where the rubric stands in the prompt, with all points for the likeness of what is not copied."""
+    """Runs of at least so many words that also occur in the prompt do not count. 1: no word of the prompt counts. 0: all do.
+    null: 5; if the prompt contains the rubric, 1, with all points for the similarity of the words that are not copied."""
 
     def __post_init__(self) -> None:
         if self.copied_run is not None and self.copied_run < 0:

@@ -818,7 +818,7 @@ class PythonTests:
     memory: int = 512
     """MiB of address space for each process."""
     concurrency: int = 4
-    """Completions of a group that are run at once."""
+    """Most completions of a group that run at the same time."""
     answer_tag: Tag = "answer"
     require: tuple[str, ...] = ("network", "files", "calls")
     """Protections without which nothing is run; see `sandbox.PROTECTIONS`. These keep the code from the trainer, and from the tests."""

@@ -257,7 +257,7 @@ def _is_horizontal(positions: Sequence[int]) -> bool:
 @reward("rush_solution_exact")
 @dataclass(frozen=True, slots=True)
 class RushSolutionExact:
-    """1 for the moves of a gold solution, 0 for others, 0.01 where nothing but the look of a move is there."""
+    """1 for the moves of a gold solution, 0 for others, 0.01 for a completion that only contains something like a move."""
 
     answer_column: str | None = None
     """The column with the gold solutions; None looks for it."""

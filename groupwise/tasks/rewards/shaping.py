@@ -28,7 +28,7 @@ CACHE_SHARE = 0.2
 class Repetition:
     """`max_penalty` × share of the n-grams of words, case ignored, that occurred before; 0 for fewer words than n.
 
-    Words are told by the white space between them, so a text in Chinese, say, which has none, is one word.
+    Words are separated by white space, so a text without any, such as Chinese, is one word.
     """
 
     n: int = 3
@@ -62,7 +62,7 @@ class Repetition:
 class Length:
     """A right answer earns more the shorter it is, a wrong one loses less the longer it is, along a cosine.
 
-    See https://arxiv.org/abs/2502.03373. What is right is what `math_answer` says, which compares words as well.
+    See https://arxiv.org/abs/2502.03373. `math_answer` decides what is right; it compares words as well.
     """
 
     answer_column: str | None = None
