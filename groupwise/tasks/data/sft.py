@@ -46,7 +46,7 @@ class Conversation:
     tools: tuple[Any, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     prefill: str = ""
-    """The start of the message at `begins` that belongs to the prompt and is not trained."""
+    """The start of the message at `completion_start` that belongs to the prompt and is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
