@@ -360,7 +360,7 @@ def load_task(source: object) -> Task:
         return Task(plugin.object, plugin.spec.rpartition(":")[2], plugin.spec, plugin.file)
     if isinstance(source, ModuleType):
         name = source.__name__.rpartition(".")[2]
-        spec = source.__name__ if _importable(source.__name__) else None
+        spec = source.__name__ if _is_importable(source.__name__) else None
         return Task(source, name, spec, getattr(source, "__file__", None))
     if inspect.isclass(source):
         hooks = run_user_code(
@@ -412,14 +412,14 @@ def builtin_tasks() -> dict[str, str]:
     return {name: module for name, module in modules_by_name.items() if name not in NO_TASKS}
 
 
-def _importable(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     """True if another process can import it: false for a script, a notebook or a file loaded by path."""
     return module != "__main__" and not module.startswith("groupwise_user_")
 
 
 def _spec_of_class(kind: type) -> str | None:
     module = sys.modules.get(kind.__module__)
-    if "<locals>" in kind.__qualname__ or module is None or not _importable(kind.__module__):
+    if "<locals>" in kind.__qualname__ or module is None or not _is_importable(kind.__module__):
         return None
     return f"{kind.__module__}:{kind.__qualname__}"
 

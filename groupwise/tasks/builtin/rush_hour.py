@@ -274,7 +274,7 @@ def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tu
     while misses < MAX_MISSES_IN_A_ROW:
         layout, start = draw_layout(stream, task_config.size, task_config.max_walls)
         key = layout.walls, tuple(sorted(layout.cars, key=_line_key))
-        boards = [] if key in seen else _boards(task_config, stream, layout, start)
+        boards = [] if key in seen else _pick_boards(task_config, stream, layout, start)
         seen.add(key)
         count, misses = count + len(boards), 0 if boards else misses + 1
         if boards:
@@ -291,7 +291,7 @@ def _line_key(car: Car) -> tuple[bool, int]:
     return car.horizontal, car.line
 
 
-def _boards(
+def _pick_boards(
     task_config: TaskConfig, stream: Stream, layout: Layout, start: State
 ) -> list[tuple[Board, tuple[Moves, ...]]]:
     """A few boards of a layout with the wanted number of moves; each number of moves is equally likely."""
@@ -343,7 +343,7 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
     """
     row = stream.below(size)
     cars, positions = [Car(True, row, 2)], [stream.below(size - 1)]
-    occupied = _mask(size, cars[0], positions[0])
+    occupied = _cells_mask(size, cars[0], positions[0])
     walls = 0
     for _ in range(stream.below(max_walls + 1)):
         cell = stream.below(size * size)
@@ -357,7 +357,7 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
         length = 3 if size > 4 and stream.below(3) == 0 else 2
         car = Car(stream.below(2) == 0, stream.below(size), length)
         position = stream.below(size - length + 1)
-        mask = _mask(size, car, position)
+        mask = _cells_mask(size, car, position)
         if not mask & occupied and not (car.horizontal and car.line == row):
             occupied |= mask
             cars.append(car)
@@ -371,14 +371,17 @@ def _make_layout(
     """Layout and state; the cars after A are sorted by position."""
     order = [0, *sorted(range(1, len(cars)), key=lambda car: positions[car])]
     masks = tuple(
-        tuple(_mask(size, cars[car], position) for position in range(size - cars[car].length + 1))
+        tuple(
+            _cells_mask(size, cars[car], position)
+            for position in range(size - cars[car].length + 1)
+        )
         for car in order
     )
     state = sum(positions[car] << 3 * index for index, car in enumerate(order))
     return Layout(size, tuple(cars[car] for car in order), walls, masks), state
 
 
-def _mask(size: int, car: Car, position: int) -> int:
+def _cells_mask(size: int, car: Car, position: int) -> int:
     """The cells of a car at a position on its line."""
     span = range(position, position + car.length)
     if car.horizontal:

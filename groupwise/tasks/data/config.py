@@ -73,7 +73,7 @@ def mixture_entry(value: Mapping[str, Any]) -> MixtureEntry:
     return MixtureEntry.model_validate_json(json.dumps(value))
 
 
-def _readable(entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+def _check_entries(entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     if not entries:
         raise ValueError("the list is empty; give at least one set, or null.")
     refuse(
@@ -97,7 +97,7 @@ def _entry_problems(value: dict[str, Any]) -> Iterator[str]:
         yield from entry.problems()
 
 
-MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_readable)]
+MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_check_entries)]
 
 
 class DatasetConfig(Strict):

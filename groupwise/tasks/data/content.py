@@ -127,7 +127,7 @@ class _Walk:
 
     def _describe_content(self, value: Any, kind: Any) -> Any:
         if issubclass(kind, Enum):
-            return self._object(kind, {"name": value.name, "value": value.value})
+            return self._describe_object(kind, {"name": value.name, "value": value.value})
         if issubclass(kind, list | tuple):
             return [self.describe(entry) for entry in value]
         if issubclass(kind, Mapping):
@@ -140,9 +140,9 @@ class _Walk:
             return self.describe(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
             return _unsupported_part(_qualified_name(value))
-        return self._object(kind, _parts_of_value(value, kind))
+        return self._describe_object(kind, _parts_of_value(value, kind))
 
-    def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
+    def _describe_object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
         if parts is None:
             return _unsupported_part(f"objects of {_qualified_name(kind)}")
         return {"object": [_qualified_name(kind), self._describe_pairs(parts)]}
@@ -167,7 +167,7 @@ def _is_array(kind: Any) -> bool:
     """True for an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
     if kind.__name__ in ("longdouble", "clongdouble"):
         return False  # has no counterpart in Python; its `tolist` returns its own type
-    return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
+    return _library_of(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
 
 
 def _parts_of_value(value: Any, kind: Any) -> dict[str, Any] | None:
@@ -178,9 +178,9 @@ def _parts_of_value(value: Any, kind: Any) -> dict[str, Any] | None:
         values = {name: item for name, item in instance_values.items() if name in kind.model_fields}
         return values | (value.__pydantic_extra__ or {})
     if is_dataclass(kind):
-        return _set_attributes(value, (field.name for field in fields(kind)))
+        return _present_attributes(value, (field.name for field in fields(kind)))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
-        return _set_attributes(value, (attribute.name for attribute in attributes))
+        return _present_attributes(value, (attribute.name for attribute in attributes))
     # An image of Pillow can only exist once Pillow is imported.
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and issubclass(kind, pillow.Image):
@@ -192,11 +192,11 @@ def _parts_of_value(value: Any, kind: Any) -> dict[str, Any] | None:
         }
     if kind is ZoneInfo and value.key is None:
         return None
-    describe = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library(kind)}.{kind.__name__}")
+    describe = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library_of(kind)}.{kind.__name__}")
     return describe(value) if describe else None
 
 
-def _set_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
+def _present_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
     """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -205,50 +205,50 @@ def _text_parts(value: Any) -> dict[str, Any]:
     return {"text": str(value)}
 
 
-def _date(value: Any) -> dict[str, Any]:
+def _date_parts(value: Any) -> dict[str, Any]:
     return {"iso": value.isoformat()}
 
 
-def _moment(value: Any) -> dict[str, Any]:
+def _datetime_parts(value: Any) -> dict[str, Any]:
     return {"iso": value.isoformat(), "fold": value.fold, "zone": value.tzinfo}
 
 
-def _attributes(*names: str) -> Callable[[Any], dict[str, Any]]:
+def _attribute_parts(*names: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: getattr(value, name) for name in names}
 
 
 PARTS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    complex: _attributes("real", "imag"),
-    range: _attributes("start", "stop", "step"),
-    slice: _attributes("start", "stop", "step"),
+    complex: _attribute_parts("real", "imag"),
+    range: _attribute_parts("start", "stop", "step"),
+    slice: _attribute_parts("start", "stop", "step"),
     Decimal: _text_parts,
-    Fraction: _attributes("numerator", "denominator"),
+    Fraction: _attribute_parts("numerator", "denominator"),
     UUID: _text_parts,
     PurePosixPath: _text_parts,
     PosixPath: _text_parts,
     PureWindowsPath: _text_parts,
     WindowsPath: _text_parts,
-    date: _date,
-    datetime: _moment,
-    time: _moment,
-    timedelta: _attributes("days", "seconds", "microseconds"),
+    date: _date_parts,
+    datetime: _datetime_parts,
+    time: _datetime_parts,
+    timedelta: _attribute_parts("days", "seconds", "microseconds"),
     timezone: lambda zone: {"offset": zone.utcoffset(None), "name": zone.tzname(None)},
-    ZoneInfo: _attributes("key"),
-    re.Pattern: _attributes("pattern", "flags"),
+    ZoneInfo: _attribute_parts("key"),
+    re.Pattern: _attribute_parts("pattern", "flags"),
     deque: lambda line: {"entries": list(line), "maxlen": line.maxlen},
     SimpleNamespace: vars,
 }
 """Classes of the standard library, without those derived from them, and what their instances consist of."""
 PARTS_BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "pandas.Timestamp": _moment,
-    "pandas.Timedelta": _date,
-    "pandas.NaTType": _attributes(),
-    "pandas.NAType": _attributes(),
+    "pandas.Timestamp": _datetime_parts,
+    "pandas.Timedelta": _date_parts,
+    "pandas.NaTType": _attribute_parts(),
+    "pandas.NAType": _attribute_parts(),
 }
 """The same for values that `to_dict` of a pandas table returns, by library and class name, because this module does not import pandas."""
 
 
-def _library(kind: Any) -> str:
+def _library_of(kind: Any) -> str:
     return str(kind.__module__).partition(".")[0]
 
 

@@ -48,8 +48,10 @@ def divergence(fall: HeldOutDrop, rewards: Sequence[float]) -> Finding | None:
     if len(differences) < 2 or third < LEAST:
         return None
     first, last = rewards[:third], rewards[-third:]
-    rise = _errors(fmean(last) - fmean(first), variance(first) / third + variance(last) / third)
-    drop = _errors(-fmean(differences), variance(differences) / len(differences))
+    rise = _standard_errors(
+        fmean(last) - fmean(first), variance(first) / third + variance(last) / third
+    )
+    drop = _standard_errors(-fmean(differences), variance(differences) / len(differences))
     values = {
         f"best {fall.metric}": fmean(fall.best),
         f"last {fall.metric}": fmean(fall.last),
@@ -66,7 +68,7 @@ def tolerance(evaluations: int) -> float:
     return NormalDist().inv_cdf(1 - LEVEL / pairs)
 
 
-def _errors(difference: float, squared_error: float) -> float:
+def _standard_errors(difference: float, squared_error: float) -> float:
     if not difference:
         return 0.0
     error = math.sqrt(squared_error)

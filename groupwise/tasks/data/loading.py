@@ -81,14 +81,14 @@ def as_prompts(
     data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = always_scorable
 ) -> Rows:
     """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
-    processed = _apply_pipeline(_pipeline(data, teacher=False), rows, where, data)
+    processed = _apply_pipeline(_find_configured_pipeline(data, teacher=False), rows, where, data)
     prompts = with_prompts(
         processed, _prompt_options(data), where, strict=data.strict, unscorable=unscorable
     )
     return Rows(prompts, processed.account + prompts.account)
 
 
-def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
+def _find_configured_pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
     name = data.preprocessing_pipeline
     return None if name is None else find_pipeline(name, teacher=teacher)
 
@@ -122,7 +122,7 @@ def _parts_of_split(
     """The rows of the sources that have such a split."""
     parts: list[Part] = []
     account = Account()
-    step = _pipeline(data, teacher=teacher)  # before reading, which may take long
+    step = _find_configured_pipeline(data, teacher=teacher)  # before reading, which may take long
     for number, entry in enumerate(data.mixture):
         split = split_of(entry)
         if entry.source is None or split is None:

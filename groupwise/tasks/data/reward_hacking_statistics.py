@@ -45,9 +45,9 @@ def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
     """The statistics listed above for these groups; those without a finite value are left out."""
     texts = [[_WrittenText.of(r) for r in group.rollouts if r.written] for group in groups]
     statistics = {
-        **_lengths(groups),
-        **_repetition([written for group in texts for written in group]),
-        **_diversity(texts),
+        **_length_statistics(groups),
+        **_repetition_statistics([written for group in texts for written in group]),
+        **_diversity_statistics(texts),
         "same_answers": _same_answers(groups, texts),
         **_part_statistics(groups),
     }
@@ -88,7 +88,7 @@ def _written_text(rollout: Rollout) -> str:
 # --- texts ---------------------------------------------------------------------------------------
 
 
-def _lengths(groups: Sequence[Group]) -> dict[str, float | None]:
+def _length_statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     pairs = [
         [(float(rollout.written), reward) for rollout, reward in _rollouts_with_rewards(group)]
@@ -113,7 +113,7 @@ def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | Non
     return covariance / (math.sqrt(first) * math.sqrt(second)) if first and second else None
 
 
-def _repetition(texts: Sequence[_WrittenText]) -> dict[str, float | None]:
+def _repetition_statistics(texts: Sequence[_WrittenText]) -> dict[str, float | None]:
     lines = [
         [line.strip() for line in written.text.splitlines() if line.strip()] for written in texts
     ]
@@ -127,7 +127,7 @@ def _repetition(texts: Sequence[_WrittenText]) -> dict[str, float | None]:
     }
 
 
-def _diversity(groups: Sequence[Sequence[_WrittenText]]) -> dict[str, float | None]:
+def _diversity_statistics(groups: Sequence[Sequence[_WrittenText]]) -> dict[str, float | None]:
     texts = [[written.text for written in group] for group in groups if len(group) > 1]
     ngrams = [[written.ngrams for written in group if written.ngrams] for group in groups]
     return {

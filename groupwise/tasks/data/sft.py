@@ -97,7 +97,7 @@ def teacher_example(
                 {"input_ids", "labels", "attention_mask", *MASKS},
             )
         case "messages":
-            chat = _conversation(
+            chat = _make_conversation(
                 _parse_messages(row["messages"], location, "messages"), 0, row, location
             )
             content, used_columns = (
@@ -161,13 +161,13 @@ def _completion_content(row: Mapping[str, Any], where: str) -> Content:
         completion = [{"role": "assistant", "content": completion}]
     answer = _parse_messages(completion, where, "completion")
     prefix = begun_words(prompt, answer)
-    chat = _conversation(
+    chat = _make_conversation(
         join_conversation(prompt, answer), len(prompt) - (prefix is not None), row, where
     )
     return replace(chat, prefill=prefix or "")
 
 
-def _conversation(
+def _make_conversation(
     messages: Sequence[Message], begins: int, row: Mapping[str, Any], where: str
 ) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages[begins:]):
@@ -200,9 +200,9 @@ def _require_text(value: Any, where: str, name: str) -> str:
 
 def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
     """The tokens of a row: `input_ids` with `labels`, with a mask or with neither; lists, arrays or tensors."""
-    ids = _integers(row["input_ids"], where, "input_ids")
+    ids = _parse_integers(row["input_ids"], where, "input_ids")
     if row.get("labels") is not None:
-        labels = _integers(row["labels"], where, "labels")
+        labels = _parse_integers(row["labels"], where, "labels")
         tokens = _check_mask(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
         for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
             if label not in (token, IGNORED):
@@ -212,11 +212,11 @@ def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
                 )
     else:
         mask = next((row[name] for name in MASKS if row.get(name) is not None), [1] * len(ids))
-        tokens = _check_mask(Tokens(ids, _integers(mask, where, "completion_mask")), where)
+        tokens = _check_mask(Tokens(ids, _parse_integers(mask, where, "completion_mask")), where)
     attention_mask = row.get("attention_mask")
     if attention_mask is None:
         return tokens
-    attention = _integers(attention_mask, where, "attention_mask")
+    attention = _parse_integers(attention_mask, where, "attention_mask")
     if len(attention) != len(tokens.ids):
         raise TaskError(
             f"{where}: there are {len(tokens.ids)} input_ids, but {len(attention)} entries in attention_mask."
@@ -236,7 +236,7 @@ def _check_mask(tokens: Tokens, where: str) -> Tokens:
     return Tokens(tokens.ids, tuple(int(bool(mark)) for mark in tokens.mask))
 
 
-def _integers(value: Any, where: str, name: str) -> tuple[int, ...]:
+def _parse_integers(value: Any, where: str, name: str) -> tuple[int, ...]:
     """The whole numbers of a list, array or tensor; a batch of one row is unpacked."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     if (

@@ -141,13 +141,13 @@ class _Solution:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:
-            value = getattr(self._wrapper, name)
+            value = getattr(self._wrapper_instance, name)
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", (value.__name__, builtin_of(value))
         return "value", cast("Any", value)
 
     @cached_property
-    def _wrapper(self) -> Any:
+    def _wrapper_instance(self) -> Any:
         """The instance whose methods are used if the module has no function with that name."""
         return vars(self._module)[WRAPPER]()
 

@@ -147,7 +147,7 @@ class Plan:
         names -= library.keys()
         if helped or entry_point is None:
             # The checking functions must not come from the solution.
-            checkers = {name for tree in trees for name in _checkers(tree, names)} & names
+            checkers = {name for tree in trees for name in _checker_names(tree, names)} & names
             checkers |= names & _THIRD_PARTY
             if entry_point is not None:
                 checkers |= names - {WRAPPER}
@@ -368,7 +368,7 @@ def _library_names(
     """Finds the names of common modules that the tests use to judge: they are called with the result of another name, read without
     being called, or rarely something else. Without an entry point, if nothing else is read, these names are themselves under test.
     """
-    judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
+    judging = {name for tree in trees for name in _judging_names(tree, names)} | (names & _JUDGES)
     origins: dict[str, str] = {}
     for module in reversed(_WITH_STARS):
         public = _public_names(module)
@@ -376,7 +376,7 @@ def _library_names(
     return {} if no_entry_point and names <= origins.keys() else origins
 
 
-def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+def _judging_names(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """Names with which a test judges: `near` in `near(area(2), 12.57)`, called with the result of another name; and names read but
     not called.
     """
@@ -409,7 +409,7 @@ _WITH_STARS = (*COMMON_MODULES, "typing")
 _COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
 
 
-def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+def _checker_names(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """The first names of the calls that judge: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
     for node in ast.walk(tree):
         match node:

@@ -197,7 +197,7 @@ class ObjectTable:
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, MUTABLE):
-            return self._show(value) if shown else self.content(value)
+            return self._numbered_content(value) if shown else self.content(value)
         return self._of_other_kind(value, shown)
 
     def content(self, value: Any, *, shown: bool = False) -> dict[str, Json]:
@@ -216,7 +216,7 @@ class ObjectTable:
             case _:
                 return {"bytearray": bytes(value).hex()}
 
-    def _show(self, value: Any) -> Json:
+    def _numbered_content(self, value: Any) -> Json:
         number = self.number_of(value)
         if number in self.showing:
             return {"again": number}
@@ -289,7 +289,7 @@ class ObjectTable:
         (kind, content), *_ = encoded.items()
         value = self._build_value(kind, content)
         if "at" in encoded:
-            self._represent(encoded["at"], value)
+            self._register_stand_in(encoded["at"], value)
         return value
 
     def _build_value(self, kind: str, content: Json) -> Any:
@@ -320,10 +320,10 @@ class ObjectTable:
 
     def _stand_in_for(self, number: Json) -> Any:
         if number not in self._stand_ins:
-            self._represent(number, self._stand_in(number))
+            self._register_stand_in(number, self._stand_in(number))
         return self._stand_ins[number]
 
-    def _represent(self, number: int, value: Any) -> None:
+    def _register_stand_in(self, number: int, value: Any) -> None:
         self._kept_alive.append(value)  # kept for good, or its id could be reused
         self._stand_ins[number] = value
         self._stand_in_numbers[id(value)] = number

@@ -71,7 +71,7 @@ class CrosswordAccuracy:
         **columns: Any,
     ) -> list[float]:
         """A reward between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
-        golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = _gold_forms(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns, self.reasoning_tag)
         record_answers(log_extra, map(self._answer_in, texts))
         return each_alone(self.value, texts, golds)
@@ -125,7 +125,7 @@ class PureAccuracy:
 
         Raises ValueError for a row without a gold answer in letters, and for one whose enumeration fits no gold answer.
         """
-        golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = _gold_forms(columns, len(completions), self.answer_column, self.answer_tag)
         enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
         lengths = [
             _forms_of_length(
@@ -211,7 +211,7 @@ def _letter_runs(text: str) -> list[str]:
     return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain_capitals(text)))
 
 
-def _golds(
+def _gold_forms(
     columns: Mapping[str, Any], count: int, answer_column: str | None, tag: Tag
 ) -> list[tuple[str, ...]]:
     """The accepted forms of each row, all of which must consist of letters."""

@@ -97,7 +97,7 @@ class Judge:
                 "rubric is empty. Write what a good answer is, or leave it out and name a rubric_column."
             )
         try:
-            self._service()
+            self._endpoint()
         except UsageError as error:
             raise ValueError(str(error)) from error
 
@@ -147,10 +147,10 @@ class Judge:
     ) -> list[_Opinion]:
         """An opinion on each text, asked separately."""
         different = list(dict.fromkeys(texts))
-        questions = [self._question(prompt, rubric, [text]) for text in different]
+        questions = [self._make_question(prompt, rubric, [text]) for text in different]
         verdicts = await asyncio.gather(*(session.ask(question) for question in questions))
         opinions = {
-            text: self._opinion(verdict, question.names[0])
+            text: self._make_opinion(verdict, question.names[0])
             for text, question, verdict in zip(different, questions, verdicts, strict=True)
         }
         return [opinions[text] for text in texts]
@@ -159,28 +159,28 @@ class Judge:
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
         """An opinion on each text, from one question about all of them."""
-        question = self._question(prompt, rubric, list(dict.fromkeys(texts)))
+        question = self._make_question(prompt, rubric, list(dict.fromkeys(texts)))
         verdict = await session.ask(question)
         names = names_of(question.mark, texts)
-        return [self._opinion(verdict, name) for name in names]
+        return [self._make_opinion(verdict, name) for name in names]
 
     async def pairs(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
         """The share of the others that each text beats; a tie counts as half."""
         orders = list(permutations(dict.fromkeys(texts), 2))
-        questions = [self._question(prompt, rubric, pair) for pair in orders]
+        questions = [self._make_question(prompt, rubric, pair) for pair in orders]
         verdicts = await asyncio.gather(*(session.ask(question) for question in questions))
         firsts = {
             pair: verdict.of(question.names[0])
             for pair, question, verdict in zip(orders, questions, verdicts, strict=True)
         }
-        return [_Opinion(_won(index, texts, firsts), None) for index in range(len(texts))]
+        return [_Opinion(_win_rate(index, texts, firsts), None) for index in range(len(texts))]
 
-    def _question(self, prompt: str, rubric: str, texts: Sequence[str]) -> Question:
+    def _make_question(self, prompt: str, rubric: str, texts: Sequence[str]) -> Question:
         return question(self.mode, self.template, rubric, prompt, texts, self.scale)
 
-    def _opinion(self, verdict: _Verdict, name: str) -> _Opinion:
+    def _make_opinion(self, verdict: _Verdict, name: str) -> _Opinion:
         low, high = self.scale
         score = verdict.of(name)
         value = score if isinstance(score, Failed) else (score - low) / (high - low)
@@ -196,7 +196,7 @@ class Judge:
             )
         return printable(rubric)
 
-    def _service(self) -> Endpoint:
+    def _endpoint(self) -> Endpoint:
         from groupwise.api.openai_client.client import Endpoint
 
         return Endpoint(
@@ -208,7 +208,7 @@ class Judge:
         from groupwise.api.openai_client.client import Client
 
         cache = JudgeCache(None if self.cache is None else Path(self.cache))
-        async with Client(self._service(), concurrency=self.concurrency) as client:
+        async with Client(self._endpoint(), concurrency=self.concurrency) as client:
             deadline = asyncio.get_running_loop().time() + self.time_limit
             yield _Session(self, client, cache, deadline)
 
@@ -236,7 +236,9 @@ class _Verdict:
         return self.scores.get(name, missing)
 
 
-def _won(index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]) -> float | None:
+def _win_rate(
+    index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]
+) -> float | None:
     """The mean score against the other members, each compared twice: shown first and shown second."""
     text, points = texts[index], list[float]()
     for position, other in enumerate(texts):

@@ -244,7 +244,7 @@ class RowTests:
             raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
         if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
-        prepared = _preparation(row) if name == "test_list" else []
+        prepared = _setup_code(row) if name == "test_list" else []
         texts = tests if isinstance(tests, str) else (*prepared, *test_list)
         return cls(of_functions=texts, entry_point=entry)
 
@@ -394,7 +394,7 @@ def _is_one_case(value: Any) -> bool:
             return False
 
 
-def _preparation(row: Mapping[str, Any]) -> list[str]:
+def _setup_code(row: Mapping[str, Any]) -> list[str]:
     """The code that MBPP's tests start with."""
     values: list[Any] = [
         _parse_nested_json(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
@@ -679,7 +679,7 @@ def _describe_result(result: Result) -> str:
     return f"{result.ending}; printed {printed!r}{''.join(f'; {line[:200]}' for line in errors)}"
 
 
-class _BrokeOff(Exception):
+class _TestsBrokeOff(Exception):
     """The tests stopped before their end. `_of_functions` finds out whether the tests or the code are at fault."""
 
     def __init__(self, why: str, so_far: Verdict) -> None:
@@ -700,7 +700,7 @@ async def _of_functions(
     """The tests' verdict on the code. If they break off, they are at fault if they also do so for code that does nothing."""
     try:
         return await _run_tests(code, tests, limits, require)
-    except _BrokeOff as broke_off:
+    except _TestsBrokeOff as broke_off:
         if not broke_off.so_far.of:  # the tests had not started
             raise ValueError(str(broke_off)) from broke_off
         partial_verdict = broke_off.so_far
@@ -708,7 +708,7 @@ async def _of_functions(
     harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
     try:
         await _run_tests(harmless, tests, limits, require)
-    except _BrokeOff as broke_off:
+    except _TestsBrokeOff as broke_off:
         raise ValueError(str(broke_off)) from broke_off
     return partial_verdict
 
@@ -739,7 +739,7 @@ async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequen
             if not await docket.fill(limits.seconds):
                 result = await judge.result()
                 why = f"The box of the tests ended before them: {_describe_result(result)}"
-                raise _BrokeOff(why, docket.verdict())
+                raise _TestsBrokeOff(why, docket.verdict())
             return docket.verdict()
 
 
@@ -762,7 +762,7 @@ class _VerdictCollector:
         """Receive verdicts until the last one or until `seconds` after the start of the tests. Returns False if the tests broke
         off.
 
-        Raises _BrokeOff if the tests report that they cannot be run, SandboxError if they do not start.
+        Raises _TestsBrokeOff if the tests report that they cannot be run, SandboxError if they do not start.
         """
         try:
             async with asyncio.timeout(START_LIMIT):
@@ -787,7 +787,7 @@ class _VerdictCollector:
 
     def _require_unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if "broken" in message:
-            raise _BrokeOff(message["broken"], self.verdict())
+            raise _TestsBrokeOff(message["broken"], self.verdict())
         return message
 
     def _record_verdict(self, message: Mapping[str, Any]) -> None:

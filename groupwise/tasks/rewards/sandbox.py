@@ -280,10 +280,10 @@ class Box:
                 pass_fds=numbers,
                 start_new_session=True,
                 cwd=self._folder,
-                env=self._environment(),
+                env=self._environment_variables(),
             )
 
-    def _environment(self) -> dict[str, str]:
+    def _environment_variables(self) -> dict[str, str]:
         variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
         home = str(self._folder / "home")
         paths = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}

@@ -159,10 +159,10 @@ class EnvironmentRollouts:
         prompt = ask.example.prompt if reply.prompt is None else reply.prompt
         known_ids = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
-            dialogue, problem = self._dialogue(ask, prompt, self._tools, known_ids), None
+            dialogue, problem = self._begin_dialogue(ask, prompt, self._tools, known_ids), None
         except (TaskError, Unrenderable) as error:  # a prompt made by the environment
             prompt, problem = ask.example.prompt, str(error)
-            dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
+            dialogue = self._begin_dialogue(ask, prompt, (), ask.prompt_ids)
         longest = len(dialogue.context) + self._limits.max_tokens
         room = self._limits.room
         attempt = _Attempt(
@@ -184,7 +184,7 @@ class EnvironmentRollouts:
             )
         return attempt
 
-    def _dialogue(
+    def _begin_dialogue(
         self, ask: Ask, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
     ) -> Dialogue:
         return begin_dialogue(self._tokenizer, prompt, tools, ask.example.columns, ids)

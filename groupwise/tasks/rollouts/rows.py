@@ -50,7 +50,9 @@ def with_sibling_stats(
     for rollout, indices in indices_of_rollout.items():
         if rollout is None or len(indices) == 1:
             continue
-        sums = {index: _sums(rows[index], policy[index] if policy else None) for index in indices}
+        sums = {
+            index: _row_stats(rows[index], policy[index] if policy else None) for index in indices
+        }
         for index in indices:
             others = _sum_stats([sums[other] for other in indices if other != index])
             with_stats[index] = replace(rows[index], others=others)
@@ -163,7 +165,7 @@ def _tokens_withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
     return (MaskedTokens(start, end, params.stop_token_ids),)
 
 
-def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
+def _row_stats(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
     """This row's contribution to sums over the rows of its rollout."""
     old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
     return SiblingRowStats(
