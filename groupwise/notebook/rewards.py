@@ -22,7 +22,7 @@ from groupwise.tasks.data.chat import Row
 from groupwise.tasks.rewards.answers import last_number, literal_number
 from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
 from groupwise.tasks.rewards.mathematics import MathAnswer, answer_of, in_words
-from groupwise.tasks.rewards.nesting import standing_for
+from groupwise.tasks.rewards.nesting import update_reward_wrapper
 from groupwise.tasks.rewards.overlap import words
 from groupwise.tasks.rewards.registry import get_reward_funcs, registered_rewards
 from groupwise.tasks.rewards.registry import reward as entered
@@ -53,7 +53,7 @@ def register_reward(name: str, function: Reward) -> None:
         return function(**columns)
 
     try:
-        entered(name)(standing_for(function, reward, name))
+        entered(name)(update_reward_wrapper(function, reward, name))
     except ValueError as error:
         raise TaskError(f"{error}. Choose another name.") from error
 
@@ -170,7 +170,7 @@ def _on_texts(given: Any) -> Any:
                 error.add_note(TEXTS)
             raise
 
-    return standing_for(function, reward, name_of(function))
+    return update_reward_wrapper(function, reward, name_of(function))
 
 
 def _text(content: Prompt | CompletionText) -> str:

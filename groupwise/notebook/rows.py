@@ -12,7 +12,7 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.friendly_errors import plain_number
 from groupwise.tasks.data.chat import Account, Row, Rows
 from groupwise.tasks.data.messages import Unusable, messages_of
-from groupwise.tasks.data.source_rows import SAME, question_key, usable
+from groupwise.tasks.data.source_rows import SAME, keep_usable, question_key
 from groupwise.tasks.rewards.mathematics import MathAnswer
 from groupwise.tasks.rewards.overlap import RubricOverlap
 
@@ -50,7 +50,7 @@ def usable_rows(
                 return f"it asks an earlier row's question with another {name}"
         return SAME
 
-    found, left_out = usable(
+    found, left_out = keep_usable(
         rows,
         make,
         key_of,

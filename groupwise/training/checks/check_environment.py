@@ -55,12 +55,12 @@ async def check_environment(task: Task, config: RunConfig, example: Example) -> 
         if first_reply.reason is not None:
             return _broken_environment(f"the first prompt: {first_reply.reason}")
         second_reply = await host.ask(replace(opening_call, session=1), config.rollout.time_limit)
-        turn = replace(opening_call, completions=(GARBAGE,), heard=(first_reply.digest,))
+        turn = replace(opening_call, completions=(GARBAGE,), reply_digests=(first_reply.digest,))
         turn_reply = await host.ask(turn, config.rollout.time_limit)
         if turn_reply.reason is not None:
             return _broken_environment(f"a turn with {GARBAGE!r}: {turn_reply.reason}")
         end_reply = await host.ask(
-            replace(turn, heard=(first_reply.digest, turn_reply.digest), ending=True),
+            replace(turn, reply_digests=(first_reply.digest, turn_reply.digest), ending=True),
             config.rollout.time_limit,
         )
         if end_reply.reason is not None:

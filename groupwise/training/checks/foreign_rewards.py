@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.tasks.rewards.other_names import Meant, meant_by
+from groupwise.tasks.rewards.other_names import NameMeaning, meaning_of
 from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.checks.foreign_names import TRL_LENGTH
 from groupwise.training.checks.foreign_python import Unread
@@ -81,7 +81,7 @@ def _reward_by_name(
     name: str, module: str, settings: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     registry = registered_rewards()
-    equivalent = meant_by(name, registry)
+    equivalent = meaning_of(name, registry)
     if name == "length" and open_r1:
         return (
             "length",
@@ -116,7 +116,7 @@ def _reward_of_call(
     """The entry for a reward created by a call such as `get_cosine_scaled_reward(max_len=500)`, found by the function's name."""
     match = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", call.written)
     name = match[1].rpartition(".")[2] if match else ""
-    equivalent = meant_by(name, registered_rewards()) if call.of_library else None
+    equivalent = meaning_of(name, registered_rewards()) if call.of_library else None
     if equivalent is None or not equivalent.rewards:
         text = f"`{call.written:.60}` of line {call.line} is not taken over. Write a function that has a name in its place"
         return None, text, True
@@ -126,7 +126,7 @@ def _reward_of_call(
 
 
 def _with_parameters(
-    name: str, equivalent: Meant, settings: Mapping[str, Any], open_r1: bool
+    name: str, equivalent: NameMeaning, settings: Mapping[str, Any], open_r1: bool
 ) -> Any:
     reward = equivalent.rewards[0]
     parameters: dict[str, Any] = dict(equivalent.parameters)

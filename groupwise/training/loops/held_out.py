@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from groupwise.core.errors import RewardWorkerError
 from groupwise.runs.records import EvaluationRecord
-from groupwise.tasks.data.divergence import Fall, divergence
+from groupwise.tasks.data.divergence import HeldOutDrop, divergence
 from groupwise.tasks.data.reward_hacking import change
 from groupwise.tasks.data.reward_hacking_detectors import Finding, SignalsConfig
 from groupwise.tasks.data.success import part_of_success
@@ -187,11 +187,11 @@ def _divergence(
         values.append(computed.values if computed else {})
     old_values, new_values = values
     common_keys = sorted(old_values.keys() & new_values.keys())
-    fall = Fall(
+    fall = HeldOutDrop(
         metric,
         [old_values[key] for key in common_keys],
         [new_values[key] for key in common_keys],
-        len(earlier_steps) + 1,
+        len(earlier_steps) + 1
     )
     # Training rewards since the best evaluation. If some examples were chosen by the curriculum or replay,
     # only the rewards of the others count.

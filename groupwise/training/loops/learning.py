@@ -24,7 +24,7 @@ from groupwise.tasks.rollouts.rows import (
     training_rows,
     with_advantages,
     with_learner_logprobs,
-    with_others,
+    with_sibling_stats,
 )
 from groupwise.training.loops.metrics import loss_metrics
 from groupwise.training.loops.run import Learning
@@ -149,14 +149,14 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
     # the first update computes its own.
     updates = len([*parts(len(rows_by_group), run.config.training)])
-    needs_proximal = updates > 1 or any(row.others is not None for row in with_others(rows))
+    needs_proximal = updates > 1 or any(row.others is not None for row in with_sibling_stats(rows))
     if run.algorithm.needs_proximal and needs_proximal:
         logprobs = await run.learner.logprobs(rows)
         rows = [
             replace(r, proximal_logprobs=row_logprobs)
             for r, row_logprobs in zip(rows, logprobs, strict=True)
         ]
-    remaining = iter(with_others(rows))
+    remaining = iter(with_sibling_stats(rows))
     return [[next(remaining) for _ in group] for group in rows_by_group]
 
 
@@ -171,5 +171,5 @@ async def _with_ratios(run: Learning, rows: list[Row], *, interruptible: bool) -
         return rows
     work = run.learner.logprobs(split_rows)
     logprobs = await (run.interruption.allow(work) if interruptible else work)
-    remaining = iter(with_others(split_rows, logprobs))
+    remaining = iter(with_sibling_stats(split_rows, logprobs))
     return [row if row.others is None else next(remaining) for row in rows]

@@ -16,7 +16,7 @@ from groupwise.core.types import Example
 from groupwise.engine.models.chat_template import missing_turn_warning
 from groupwise.engine.models.plan import ModelPlan
 from groupwise.tasks.contract import Task
-from groupwise.tasks.data.order import Order, among
+from groupwise.tasks.data.order import Order, restrict_shares
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import odd_prompts
 from groupwise.training.callbacks.registry import Named
@@ -101,7 +101,7 @@ def row_counts(task: Task) -> dict[str, dict[str, dict[str, int]]]:
 
 def order_of(task: Task, hook: str, rows: Sequence[int], config: AnyConfig) -> Order:
     """The order in which a run draws the remaining rows of a hook; `rows` are their indices among all rows of the hook."""
-    shares = among(task.shares.get(hook, ()), rows)
+    shares = restrict_shares(task.shares.get(hook, ()), rows)
     return Order(len(rows), config.training.seed, shuffle=config.data.shuffle, shares=shares)
 
 

@@ -23,12 +23,12 @@ from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.curriculum import EASY
 from groupwise.tasks.data.examples import examples_from_rows, fingerprint
-from groupwise.tasks.data.loading import as_prompts, scorable
+from groupwise.tasks.data.loading import always_scorable, as_prompts
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.tasks.data.replay import key_of
 from groupwise.tasks.data.reward_hacking import unfilled_arguments_warning
-from groupwise.tasks.data.reward_hacking_detectors import nobody_tells
+from groupwise.tasks.data.reward_hacking_detectors import missing_accuracy_note
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.data.success import check_part
 from groupwise.tasks.rewards.router import Router
@@ -202,7 +202,7 @@ def _held_out_facts(
 def warnings_of(prepared: RlPrepared) -> list[str]:
     """Warnings about prompts, rewards and this machine, before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
-    unfilled = rubric.never_filled([example.columns for example in examples]) if rubric else []
+    unfilled = rubric.unfilled_arguments([example.columns for example in examples]) if rubric else []
     overlap = None
     held_out_set = prepared.held_out_prompts
     if held_out_set is not None:
@@ -247,7 +247,7 @@ def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[
     label = {TASK_COLUMN: EASY} if has_easy_rewards else {}
     rows = [{**label, **row} for row in rows]
     if data.names_data:
-        is_unscorable = rubric.unscorable if rubric else scorable
+        is_unscorable = rubric.unscorable if rubric else always_scorable
         prepared = as_prompts(data, rows, origin, is_unscorable)
         task.accounts[EASY_POOL] = prepared.account
         rows = prepared
@@ -368,7 +368,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     )
     # Warn if no known reward part shows what is solved, because the signals of reward hacking need such a part.
     signals, rubric = config.signals, prepared.rubric
-    text = nobody_tells(signals, rubric.names) if signals and rubric else None
+    text = missing_accuracy_note(signals, rubric.names) if signals and rubric else None
     signals_note = {"signals": text} if text else {}
     return plan_of(
         prepared,

@@ -267,7 +267,7 @@ def assemble(
         prompts=prepared.prompts,
         easy=prepared.easy,
         selection=selection_of(prepared),
-        signals=Signals(config.signals, prepared.rubric.columns_meant if prepared.rubric else ())
+        signals=Signals(config.signals, prepared.rubric.argument_columns if prepared.rubric else ())
         if config.signals
         else None,
         unrewarded=prepared.rubric is None,

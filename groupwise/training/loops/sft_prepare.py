@@ -22,7 +22,7 @@ from groupwise.tasks.contract import Task, require
 from groupwise.tasks.data.chat import Account
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import prompt_key, warning_of_overlap
-from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherWay, read_lessons
+from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherOptions, read_lessons
 from groupwise.training import placement
 from groupwise.training.callbacks.registry import configured_callbacks
 from groupwise.training.config import resolved_values, with_task_schema
@@ -167,11 +167,11 @@ def _read_hook(
     return lessons
 
 
-def teacher_settings(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
+def teacher_settings(config: SftConfig, task: Task, tokenizer: Any) -> TeacherOptions:
     """The settings for reading the task's rows: fields, masks, length, formatting."""
     config_view = View(resolved_values(config))
     room = prefork.prompt_room(config.model, 0)
-    return TeacherWay(
+    return TeacherOptions(
         text_field=config.data.dataset_text_field,
         completion_only=config.data.completion_only_loss,
         last_turn_only=config.data.assistant_turns == "last",
