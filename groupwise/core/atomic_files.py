@@ -103,14 +103,14 @@ def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Append to a file; create it if it is missing. After a crash it may end with a part of `data`: see `cut`."""
-    made = not path.exists()
+    is_new = not path.exists()
     with explaining_disk_errors(path):
         crash_point(f"append:{path.name}:before")
         with path.open("ab") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if made:
+        if is_new:
             flush_folder(path.parent)
     crash_point(f"append:{path.name}:after")
 

@@ -13,8 +13,8 @@ class Pulse:
 
     def beat(self) -> None:
         """Wake the waiting tasks: something has changed."""
-        before, self._next = self._next, asyncio.Event()
-        before.set()
+        event, self._next = self._next, asyncio.Event()
+        event.set()
 
     @property
     def next(self) -> asyncio.Event:

@@ -21,17 +21,17 @@ from groupwise.core.settings.field_errors import field_errors
 
 def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
     """An instance of `kind`, after its parameters were checked against the constructor's; messages start with `what`."""
-    known = taken_by(kind)
-    names = [p.name for p in known]
+    accepted = taken_by(kind)
+    names = [p.name for p in accepted]
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in parameters:
         if name not in names and not takes_any:
             near = nearest(name, names)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            there = f"It takes: {', '.join(names)}." if names else "It takes none."
-            raise TaskError(f"{what} has no parameter `{name}`{hint} {there}")
-    missing = [p.name for p in known if p.default is p.empty and p.name not in parameters]
+            accepted_text = f"It takes: {', '.join(names)}." if names else "It takes none."
+            raise TaskError(f"{what} has no parameter `{name}`{hint} {accepted_text}")
+    missing = [p.name for p in accepted if p.default is p.empty and p.name not in parameters]
     if missing:
         raise TaskError(f"{what} needs {' and '.join(f'`{name}`' for name in missing)}.")
     try:

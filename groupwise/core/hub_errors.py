@@ -32,10 +32,10 @@ def answers() -> bool:
         return False
     if any(os.environ.get(name) for name in PROXIES):
         return True
-    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = place.port or (80 if place.scheme == "http" else 443)
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection((place.hostname or "", port), timeout=5).close()
+        socket.create_connection((url.hostname or "", port), timeout=5).close()
     except OSError:
         return False
     return True
@@ -48,16 +48,16 @@ def will_pass(error: BaseException) -> bool:
     if not answers():
         return True
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:  # the error and its chain of causes
-        seen.add(id(each))
-        status = getattr(getattr(each, "response", None), "status_code", None)
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:  # the error and its chain of causes
+        seen.add(id(cause))
+        status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
-            passes = status in PASSING
+            is_temporary = status in PASSING
         else:
-            package = type(each).__module__.partition(".")[0]
-            passes = isinstance(each, ConnectionError | TimeoutError) or package in TRANSPORT
-        if passes:
+            package = type(cause).__module__.partition(".")[0]
+            is_temporary = isinstance(cause, ConnectionError | TimeoutError) or package in TRANSPORT
+        if is_temporary:
             return True
-        each = each.__cause__ or each.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

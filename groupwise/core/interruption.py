@@ -100,8 +100,8 @@ class Interruption:
             await asyncio.gather(task, return_exceptions=True)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        together = self._received is None or time.monotonic() - self._received_at < TOGETHER
-        if not together and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
+        is_repeat = self._received is None or time.monotonic() - self._received_at < TOGETHER
+        if not is_repeat and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
             # Raised between two steps of the loop, it may cost a task its next step, and the loop would wait for ever: see `_interrupt`.
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
@@ -141,7 +141,7 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
         else:
             raise KeyboardInterrupt(number)
 
-    before = {each: signal.signal(each, interrupt) for each in signals}
+    previous = {signum: signal.signal(signum, interrupt) for signum in signals}
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -149,8 +149,8 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
             raise KeyboardInterrupt(received[-1]) from None
         raise
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -179,7 +179,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in the order of `work`. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -197,22 +197,22 @@ async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return await work
     loop = asyncio.get_running_loop()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for end in (ours, theirs):
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        for end in (receiver, sender):
             end.setblocking(False)
-        loop.add_reader(ours, _drain, ours)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        loop.add_reader(receiver, _drain, receiver)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         try:
             return await work
         finally:
-            signal.set_wakeup_fd(before)
-            loop.remove_reader(ours)
+            signal.set_wakeup_fd(previous_fd)
+            loop.remove_reader(receiver)
 
 
-def _drain(woken: socket.socket) -> None:
+def _drain(receiver: socket.socket) -> None:
     with suppress(BlockingIOError):
-        woken.recv(4096)
+        receiver.recv(4096)
 
 
 def _end(loops: Iterable[asyncio.AbstractEventLoop]) -> None:

@@ -151,8 +151,8 @@ def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
 
 def explain(error: BaseException) -> str:
     """The error as the user wants to see it: the user's own frames only, with their lines, and which package to install."""
-    every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if _is_users_file(frame.filename)] or every[-1:]
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in all_frames if _is_users_file(frame.filename)] or all_frames[-1:]
     if isinstance(error, SyntaxError):
         frames = []  # the message names file and line, and no code of the file has run
     lines = [
@@ -191,29 +191,33 @@ def _is_path(target: str) -> bool:
 def _loaded_plugin(
     module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
 ) -> LoadedPlugin:
-    found: Any = module
+    target: Any = module
     for name in attribute.split(".") if attribute else ():
-        if not hasattr(found, name):
-            public = [known for known in dir(found) if not known.startswith("_")]
+        if not hasattr(target, name):
+            public = [
+                attribute_name
+                for attribute_name in dir(target)
+                if not attribute_name.startswith("_")
+            ]
             close = nearest(name, public)
             hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
             raise TaskError(
                 f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_list_names(public)}."
             )
-        found = getattr(found, name)
-    if inspect.isclass(found) and instantiate:
+        target = getattr(target, name)
+    if inspect.isclass(target) and instantiate:
         try:
-            inspect.signature(found).bind()
+            inspect.signature(target).bind()
         except TypeError as error:
             raise TaskError(
-                f"{source}: class `{found.__name__}` is instantiated without arguments, but its constructor "
+                f"{source}: class `{target.__name__}` is instantiated without arguments, but its constructor "
                 f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
             ) from error
-        found = run_user_code(
-            found, what=f"{source}: class `{found.__name__}` failed while it was instantiated"
+        target = run_user_code(
+            target, what=f"{source}: class `{target.__name__}` failed while it was instantiated"
         )
     spec = f"{source}:{attribute}" if attribute else source
-    return LoadedPlugin(found, module, spec, getattr(module, "__file__", None))
+    return LoadedPlugin(target, module, spec, getattr(module, "__file__", None))
 
 
 def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
@@ -275,11 +279,11 @@ def _forget_namesakes(folder: str) -> None:
 
     Otherwise `import helpers` would silently give the second task the helpers of the first.
     """
-    others = _user_folders - {folder}
-    for name, module in sys.modules.copy().items() if others else ():
+    other_folders = _user_folders - {folder}
+    for name, module in sys.modules.copy().items() if other_folders else ():
         origin = getattr(module, "__file__", None)
         owner = os.path.dirname(origin) if isinstance(origin, str) else None
-        if owner in others and Path(folder, f"{name}.py").is_file():
+        if owner in other_folders and Path(folder, f"{name}.py").is_file():
             del sys.modules[name]
 
 
@@ -312,9 +316,9 @@ def _import(name: str, kind: str) -> ModuleType:
     what = f"The {kind} module `{name}` cannot be imported"
 
     def run() -> ModuleType:
-        found = _find_spec(name) if name not in sys.modules else None
-        if found is not None and found.origin and found.origin.endswith(".py"):
-            _warn_of_training(Path(found.origin).read_bytes(), found.origin, kind)
+        spec = _find_spec(name) if name not in sys.modules else None
+        if spec is not None and spec.origin and spec.origin.endswith(".py"):
+            _warn_of_training(Path(spec.origin).read_bytes(), spec.origin, kind)
         return importlib.import_module(name)
 
     return run_user_code(run, what=what)
@@ -331,12 +335,12 @@ def _no_file(file: Path, spec: str, kind: str) -> str:
     files = sorted(path.name for path in folder.glob("*.py"))
     close = nearest(file.name, files)
     hint = f" Did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
-    where = "is a folder: name the Python file in it" if file.is_dir() else "is not a file"
-    shown = file if file.is_dir() else folder
-    files = sorted(path.name for path in shown.glob("*.py"))
+    reason = "is a folder: name the Python file in it" if file.is_dir() else "is not a file"
+    listed_folder = file if file.is_dir() else folder
+    files = sorted(path.name for path in listed_folder.glob("*.py"))
     return (
-        f"The {kind} file `{spec}` was not found: {file.absolute()} {where}.{hint} "
-        f"Python files in {shown}: {_list_names(files)}."
+        f"The {kind} file `{spec}` was not found: {file.absolute()} {reason}.{hint} "
+        f"Python files in {listed_folder}: {_list_names(files)}."
     )
 
 
@@ -345,7 +349,7 @@ def _not_found(
 ) -> str:
     files = {path.stem: path.name for path in Path.cwd().glob("*.py")}
     close = [files.get(name, name) for name in nearest(target, [*builtins, *announced, *files])]
-    tried = [
+    attempts = [
         f"a file {Path(target).absolute()}",
         *([f"a built-in {kind}"] if builtins else []),
         *([f"an entry point of an installed package (there are: {_list_names(announced)})"]),
@@ -353,7 +357,7 @@ def _not_found(
     ]
     lines = [
         f"No {kind} `{spec}` was found. Tried in this order:",
-        *(f"  {number}. {what}" for number, what in enumerate(tried, 1)),
+        *(f"  {number}. {what}" for number, what in enumerate(attempts, 1)),
     ]
     if close:
         lines.append(f"Did you mean {' or '.join(f'`{name}`' for name in close)}?")
@@ -365,8 +369,8 @@ def _not_found(
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more if ordered else "none"
+    suffix = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + suffix if ordered else "none"
 
 
 def _is_users_file(name: str) -> bool:

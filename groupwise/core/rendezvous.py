@@ -32,5 +32,5 @@ def new_secret() -> str:
 def port_of(attempt: str) -> int:
     """A port for the attempt `JOB.EPOCH`: the same on all its machines; the next epoch has another one and so meets no leftovers."""
     job, _, epoch = attempt.rpartition(".")
-    begins = int(hashlib.sha256(job.encode()).hexdigest(), 16)
-    return FIRST_PORT + (begins + int(epoch)) % PORTS
+    offset = int(hashlib.sha256(job.encode()).hexdigest(), 16)
+    return FIRST_PORT + (offset + int(epoch)) % PORTS

@@ -207,7 +207,9 @@ class Rollout:
     @property
     def written(self) -> int:
         """Number of tokens that the policy wrote; `completion_ids` also has those of the environment and inserted ones."""
-        return sum(len(each.token_ids) for each in self.segments if each.source == "policy")
+        return sum(
+            len(segment.token_ids) for segment in self.segments if segment.source == "policy"
+        )
 
     @property
     def truncated(self) -> bool:
@@ -227,9 +229,9 @@ class Rollout:
         """The reward parts by name. Values of several turns are summed; None if the part applies to no turn."""
         values: dict[str, float | None] = {}
         for part in self.parts:
-            before = values.get(part.name)
-            added = before if part.value is None else (before or 0.0) + part.value
-            values[part.name] = added
+            earlier_sum = values.get(part.name)
+            total = earlier_sum if part.value is None else (earlier_sum or 0.0) + part.value
+            values[part.name] = total
         return values
 
 

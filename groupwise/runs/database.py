@@ -110,11 +110,11 @@ class Database:
     def insert(self, table: str, **columns: Any) -> int:
         """Add one row inside a transaction; returns its row id."""
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
-        added = self.execute(
+        row_id = self.execute(
             f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
         ).lastrowid
-        assert added is not None
-        return added
+        assert row_id is not None
+        return row_id
 
     def insert_many(self, table: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
         """Add rows inside a transaction."""
@@ -191,21 +191,21 @@ def _show_as_newest(connection: sqlite3.Connection) -> None:
 
     A page of a large old record then costs only the rows that it reads, and rows that a writer of the older format adds are visible.
     """
-    there = version(connection)
+    file_version = version(connection)
     missing: dict[str, dict[str, str]] = {}
     for since, table, columns in SINCE:
-        if there < since:
+        if file_version < since:
             missing.setdefault(table, {}).update(columns)
     connection.execute("PRAGMA temp_store = MEMORY")
     for table, columns in missing.items():
-        added = ", ".join(f"{what} AS {name}" for name, what in columns.items())
+        added_columns = ", ".join(f"{what} AS {name}" for name, what in columns.items())
         connection.execute(
-            f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added} FROM main.{table}"
+            f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added_columns} FROM main.{table}"
         )
     for since, table, names in TABLES_SINCE:
-        if there < since:
-            nothing = ", ".join(f"NULL AS {name}" for name in names)
-            connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {nothing} WHERE FALSE")
+        if file_version < since:
+            null_columns = ", ".join(f"NULL AS {name}" for name in names)
+            connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {null_columns} WHERE FALSE")
 
 
 @contextmanager

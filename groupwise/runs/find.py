@@ -77,33 +77,33 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
 
     RunNotFoundError lists the existing runs or checkpoints. Damaged checkpoints count as missing.
     """
-    whole = _find_folder(reference, runs_dir)
-    if whole is not None:
-        return whole
+    address = _find_folder(reference, runs_dir)
+    if address is not None:
+        return address
     name, step = _split(reference)
     if step is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
     run = _find_folder(name, runs_dir)
     if run is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
-    found = checkpoints.complete(run.path / CHECKPOINTS, verify=False)
-    for checkpoint in found:
+    complete = checkpoints.complete(run.path / CHECKPOINTS, verify=False)
+    for checkpoint in complete:
         if checkpoint.step == step:
             checkpoint.verify()
             return Address(run.path, checkpoint)
-    there = ", ".join(f"{run.name}@{checkpoint.step}" for checkpoint in found) or "none"
-    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in found.skipped)
+    names = ", ".join(f"{run.name}@{checkpoint.step}" for checkpoint in complete) or "none"
+    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in complete.skipped)
     raise RunNotFoundError(
-        f"the run '{run.name}' has no checkpoint after {step} steps. There are: {there}.{damaged} "
+        f"the run '{run.name}' has no checkpoint after {step} steps. There are: {names}.{damaged} "
         "How many are kept is run.save_total_limit, how often they are made run.save_steps."
     )
 
 
 def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, int | None]:
     """The run folder and the step that a reference names; a checkpoint of that step need not exist."""
-    whole = _find_folder(reference, runs_dir)
-    if whole is not None:
-        return whole.path, whole.checkpoint.step if whole.checkpoint else None
+    address = _find_folder(reference, runs_dir)
+    if address is not None:
+        return address.path, address.checkpoint.step if address.checkpoint else None
     name, step = _split(reference)
     run = _find_folder(name, runs_dir)
     if run is None or step is None:
@@ -116,15 +116,15 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 
     RunNotFoundError if all of them are finished, or there are none; StoreError if the record of the run called `name` cannot be read.
     """
-    found = runs_called(name, runs_dir)
-    if not found:
-        own = _find_folder(name, runs_dir)
-        if own is not None:
-            Store.facts(own.path / RECORD)
+    runs = runs_called(name, runs_dir)
+    if not runs:
+        same_name = _find_folder(name, runs_dir)
+        if same_name is not None:
+            Store.facts(same_name.path / RECORD)
         raise RunNotFoundError(no_such_run(name, runs_dir))
-    unfinished = [(path, facts) for path, facts in found if facts.get("state") != "finished"]
+    unfinished = [(path, facts) for path, facts in runs if facts.get("state") != "finished"]
     if not unfinished:
-        names = ", ".join(path.name for path, _ in found)
+        names = ", ".join(path.name for path, _ in runs)
         raise RunNotFoundError(
             f"nothing to resume: every run called '{name}' in {runs_dir} is finished ({names}). "
             "Start a new one without --resume."
@@ -152,14 +152,14 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
                 raise StoreError(
                     f"{path / RECORD} has the state {facts['state']!r:.40}, which there is not."
                 )
-            last = store.last_step()
+            last_step = store.last_step()
             reward_first, reward_last = map(mean_of, store.curve_ends("reward", ENDS))
             loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))
             info = RunInfo(
                 name=path.name,
                 path=path,
                 state=shown_state(path, facts["state"]),
-                steps=0 if last is None else last + 1,
+                steps=0 if last_step is None else last_step + 1,
                 max_steps=_of_kind(facts.get("max_steps"), int),
                 reward_first=reward_first,
                 reward_last=reward_last,
@@ -176,16 +176,16 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
 
 def final_step(path: Path) -> int:
     """The step of the weights in a run's `final/`: the best step if the run was configured to keep that, else the last one."""
-    found = Store.facts(path / RECORD).get(FINAL_STEP)
-    return run_info(path).steps if found is None else found
+    step = Store.facts(path / RECORD).get(FINAL_STEP)
+    return run_info(path).steps if step is None else step
 
 
 def run_around(weights: Path) -> Path | None:
     """The run that a folder with weights belongs to, if it is its `final/` or one of its checkpoints; else None."""
-    place = weights.resolve()
-    if place.name == FINAL and (place.parent / RECORD).is_file():
-        return place.parent
-    return place.parent.parent if _is_checkpoint_folder(place) else None
+    folder = weights.resolve()
+    if folder.name == FINAL and (folder.parent / RECORD).is_file():
+        return folder.parent
+    return folder.parent.parent if _is_checkpoint_folder(folder) else None
 
 
 def newest_weights(run: Path) -> Path | None:
@@ -198,8 +198,8 @@ def newest_weights(run: Path) -> Path | None:
 
 def label_of(run: Path, weights: Path) -> str:
     """`run@step` of a run's `final/` or of one of its checkpoints."""
-    place = weights.resolve()
-    step = final_step(run) if place.name == FINAL else int(place.name.removeprefix("step-"))
+    folder = weights.resolve()
+    step = final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
     return f"{run.name}@{step}"
 
 
@@ -216,8 +216,8 @@ def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
 
 def mean_of(values: Sequence[float]) -> float | None:
     """The mean of the values without NaN; None if there are none."""
-    known = [value for value in values if value == value]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value == value]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _find_folder(reference: str, runs_dir: Path) -> Address | None:
@@ -286,10 +286,10 @@ def run_folders(runs_dir: Path) -> list[Path]:
 
 def runs_called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The runs that were requested under `name`, or have this name, with their facts; unreadable ones are left out."""
-    found: list[tuple[Path, dict[str, Any]]] = []
+    runs: list[tuple[Path, dict[str, Any]]] = []
     for path in run_folders(runs_dir):
         with suppress(StoreError):
             facts = Store.facts(path / RECORD)
             if name in (path.name, facts.get("requested_name")):
-                found.append((path, facts))
-    return found
+                runs.append((path, facts))
+    return runs

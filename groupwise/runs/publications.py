@@ -40,20 +40,20 @@ def claim(run_folder: Path, size: int) -> Path:
     """
     with atomic_files.explaining_disk_errors(Path(tempfile.gettempdir())):
         # Memory only if it has room: in containers /dev/shm is often very small.
-        place, needed = Path(tempfile.gettempdir()), COPIES * size
+        root, needed = Path(tempfile.gettempdir()), COPIES * size
         if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= needed:
-            place = MEMORY if free_memory() >= SHARE * needed else place
-        mine = place / f"groupwise-{os.getuid()}"
-        mine.mkdir(mode=0o700, exist_ok=True)
-        found = mine.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
+            root = MEMORY if free_memory() >= SHARE * needed else root
+        user_folder = root / f"groupwise-{os.getuid()}"
+        user_folder.mkdir(mode=0o700, exist_ok=True)
+        status = user_folder.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022 or user_folder.is_symlink():
             # Other users may write there, so it is not used: the sampler must load exactly what the learner published.
-            mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
-        with _alone(mine):
-            _sweep(mine)
+            user_folder = Path(tempfile.mkdtemp(prefix="groupwise-"))
+        with _alone(user_folder):
+            _sweep(user_folder)
             name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
             for number in count(1):
-                folder = mine / (name if number == 1 else f"{name}-{number}")
+                folder = user_folder / (name if number == 1 else f"{name}-{number}")
                 if _take(folder):
                     return folder
     raise AssertionError("unreachable")
@@ -81,10 +81,12 @@ def version_folder(publications: Path, version: int) -> Path:
 
 def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
     """Delete all but the last `keep` versions up to `version`; returns the deleted folders."""
-    old = [each for each in publications.glob("v*") if int(each.name[1:]) <= version - keep]
-    for folder in old:
+    old_folders = [
+        folder for folder in publications.glob("v*") if int(folder.name[1:]) <= version - keep
+    ]
+    for folder in old_folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return old
+    return old_folders
 
 
 def free_memory() -> int:
@@ -111,8 +113,8 @@ def _take(folder: Path) -> bool:
     return True
 
 
-def _sweep(mine: Path) -> None:
-    for path in mine.glob("*.lock"):
+def _sweep(user_folder: Path) -> None:
+    for path in user_folder.glob("*.lock"):
         folder = path.with_suffix("")
         descriptor = os.open(path, os.O_RDWR)
         if _lock(descriptor):
@@ -134,9 +136,9 @@ def _lock(descriptor: int) -> bool:
 
 
 @contextmanager
-def _alone(mine: Path) -> Generator[None, None, None]:
+def _alone(user_folder: Path) -> Generator[None, None, None]:
     """Lets one process at a time claim, sweep or release: a lock file that was just made, and is not locked yet, would look dead."""
-    descriptor = os.open(mine / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(user_folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

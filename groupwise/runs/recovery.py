@@ -55,23 +55,23 @@ def unpack(run: Path) -> bool:
     newest = checkpoints.newest(run / CHECKPOINTS)
     if newest is None:
         return False
-    carried = newest.path / CARRIED
-    if not (carried / CONFIG).is_file():
+    source = newest.path / CARRIED
+    if not (source / CONFIG).is_file():
         raise RunNotFoundError(
             f"{newest.path} is a checkpoint, but {run} is no run: it has no {CONFIG}, and the checkpoint carries none, because an "
             "earlier version wrote it. Copy the whole folder of the run here."
         )
     lock = RunLock.acquire(run)
     try:
-        for folder, _, names in os.walk(carried):
+        for folder, _, names in os.walk(source):
             for name in names:
                 file = Path(folder, name)
-                place = run / file.relative_to(carried)
+                target = run / file.relative_to(source)
                 # Skip config.json here: it comes last.
-                if place.name != CONFIG or place.parent != run:
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    atomic_files.keep_file(file, place)
-        atomic_files.keep_file(carried / CONFIG, run / CONFIG)  # last: it makes the folder a run
+                if target.name != CONFIG or target.parent != run:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_files.keep_file(file, target)
+        atomic_files.keep_file(source / CONFIG, run / CONFIG)  # last: it makes the folder a run
     finally:
         lock.release()
     return True
@@ -85,15 +85,15 @@ def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
     # Candidates: run folders of that name, or with a number appended; a folder at that path; the run of a checkpoint's path.
     name = reference.partition("@")[0]
     numbered = re.compile(re.escape(name) + r"(-\d+)?")
-    places = [Path(name), Path(name).resolve().parent.parent]
+    candidates = [Path(name), Path(name).resolve().parent.parent]
     if runs_dir.is_dir():
-        places += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
+        candidates += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
     recovered: dict[Path, MadeAnew] = {}
-    for path in dict.fromkeys(place.resolve() for place in places):
+    for path in dict.fromkeys(candidate.resolve() for candidate in candidates):
         unpack(path)
         if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
-            made = recover(path, thorough=False)
-            recovered |= {} if made is None else {path: made}
+            rebuilt = recover(path, thorough=False)
+            recovered |= {} if rebuilt is None else {path: rebuilt}
     return recovered
 
 

@@ -66,24 +66,26 @@ def find_rollouts(
 ) -> list[RolloutView]:
     """One page of the rollouts that match the filter, with at most `most` characters of each text; see `_cut`."""
     outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
-    ranged = (filters.min_reward, filters.max_reward) != (None, None)
-    asked = filters.part is None and (ranged or filters.order in ("best", "worst"))
-    if asked and outcomes is not None and "scored" not in outcomes:
+    has_range = (filters.min_reward, filters.max_reward) != (None, None)
+    needs_reward = filters.part is None and (has_range or filters.order in ("best", "worst"))
+    if needs_reward and outcomes is not None and "scored" not in outcomes:
         return []  # rollouts without a score have no reward
-    deep = filters.offset >= DEEP  # skipping that many rollouts takes too long for a quick attempt
-    plan = plan_of(db, filters, FEW if deep else COMMON)
+    is_deep = (
+        filters.offset >= DEEP
+    )  # skipping that many rollouts takes too long for a quick attempt
+    plan = plan_of(db, filters, FEW if is_deep else COMMON)
     by_groups = filters.task is not None and not plan.by_column  # groups are looked up first
-    known = filters.text is None and (plan.lead is not None or by_groups)
+    skip_quick_scan = filters.text is None and (plan.lead is not None or by_groups)
     page: list[int] | None = None
-    if not (deep or known or plan.lead == "text"):
-        many = False
+    if not (is_deep or skip_quick_scan or plan.lead == "text"):
+        is_frequent = False
         if filters.text is not None:
-            page, many = _near(db, filters, plan)
+            page, is_frequent = _near(db, filters, plan)
         else:
             # Scan rollouts in order for a moment. This fills the page if each condition is common, unless few rollouts meet all of them.
             rows = db.soon(*rollout_query(filters, plan), INSTRUCTIONS)
             page = None if rows is None else [id for (id,) in rows]
-        if page is None and plan.lead is None and not many:
+        if page is None and plan.lead is None and not is_frequent:
             plan = plan_of(db, filters, FEW)
     return _views(db, _ids(db, rollout_query(filters, plan)) if page is None else page, most)
 
@@ -95,16 +97,16 @@ def _near(db: Database, filters: RolloutFilter, plan: Plan) -> tuple[list[int] |
 
     This spares the index from collecting a million texts for a page of thirty, which takes a tenth of a second and more.
     """
-    near = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
-    rows = db.soon(*rollout_query(near, plan), INSTRUCTIONS)
+    first_filters = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
+    rows = db.soon(*rollout_query(first_filters, plan), INSTRUCTIONS)
     if rows is None:
         return None, False
     ids = [id for (id,) in rows]
-    having = set(_ids(db, text_query(filters, plan, ids)))
-    found = [id for id in ids if id in having]
+    matching_ids = set(_ids(db, text_query(filters, plan, ids)))
+    matches = [id for id in ids if id in matching_ids]
     end = filters.offset + filters.limit
-    whole = len(found) >= end or len(ids) < near.limit
-    return (found[filters.offset : end] if whole else None), bool(found)
+    is_complete = len(matches) >= end or len(ids) < first_filters.limit
+    return (matches[filters.offset : end] if is_complete else None), bool(matches)
 
 
 def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
@@ -119,18 +121,18 @@ def every_rollout(
     query, values = rollout_query(filters, plan_of(db, filters, COMMON))
     for rows in db.stream(query, values, AT_ONCE):
         ids = [id for (id,) in rows]
-        found = db.all(
+        detail_rows = db.all(
             "SELECT rollouts.id, origin, again, columns, messages, notes FROM json_each(?) AS chosen"
             " CROSS JOIN rollouts ON rollouts.id = chosen.value CROSS JOIN groups ON groups.draw = rollouts.draw",
             (json.dumps(ids),),
         )
-        details = {id: RolloutDetail(*detail) for id, *detail in found}
+        details = {id: RolloutDetail(*detail) for id, *detail in detail_rows}
         yield from ((view, details[view.id]) for view in _views(db, ids))
 
 
 def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
     """These rollouts, in the order of `ids`."""
-    texts = ", ".join(_cut(each, most) for each in (PROMPT, "completion"))
+    texts = ", ".join(_cut(column, most) for column in (PROMPT, "completion"))
     rows = db.all(
         f"SELECT {_VIEW}, {texts} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
         " CROSS JOIN groups ON groups.draw = rollouts.draw",
@@ -138,8 +140,20 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
     )
     parts = read_parts(db, ids)
     views: dict[int, RolloutView] = {}
-    for id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest in rows:
-        truncated, completion_tokens, ended_by, task, *texts = rest
+    for (
+        id,
+        step,
+        draw,
+        member,
+        attempt,
+        example,
+        outcome,
+        reason,
+        reward,
+        advantage,
+        *other_columns,
+    ) in rows:
+        truncated, completion_tokens, ended_by, task, *texts = other_columns
         views[id] = RolloutView(
             id,
             step,
@@ -197,11 +211,14 @@ def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
             (outcome, newest),
         )
         rows += [(id, reason.decode("utf-8", "replace")) for id, reason in reasons]
-    found: dict[str, list[tuple[int, str]]] = {}
+    reasons_by_kind: dict[str, list[tuple[int, str]]] = {}
     for id, reason in sorted(rows, reverse=True)[:newest]:
         # Replace the parts that are specific to one rollout.
-        found.setdefault(_PARTICULAR.sub("…", reason), []).append((id, reason))
-    kinds = [FailureKind(kind, len(each), each[0][1], each[0][0]) for kind, each in found.items()]
+        reasons_by_kind.setdefault(_PARTICULAR.sub("…", reason), []).append((id, reason))
+    kinds = [
+        FailureKind(kind, len(examples), examples[0][1], examples[0][0])
+        for kind, examples in reasons_by_kind.items()
+    ]
     return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
 
 

@@ -73,10 +73,10 @@ class Store:
         StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
         """
         try:
-            there = path.is_file()
+            exists = path.is_file()
         except OSError as error:
             raise StoreError(f"{path} cannot be looked at: {error.strerror}.") from None
-        if not there:
+        if not exists:
             raise StoreError(f"{path} does not exist: a run folder holds its record there.")
         db = Database.open_for_reading(path) if readonly else Database.open_for_writing(path)
         return cls(db, keep_tokens=keep_tokens)
@@ -119,8 +119,8 @@ class Store:
                 f"{[group.draw for group in groups]}; each draw must come once."
             )
         with self._db.transaction("step"):
-            last = self.last_step()
-            expected = 0 if last is None else last + 1
+            last_step = self.last_step()
+            expected = 0 if last_step is None else last_step + 1
             if record.step != expected:
                 raise StoreError(
                     f"{self.path}: step {record.step} cannot be committed, the next one is {expected}. "
@@ -192,9 +192,16 @@ class Store:
         )
         return [
             StepRecord(
-                step, before, after, fingerprint, _draws(draws), rate, finished, _draws(rejected)
+                step,
+                version_in,
+                version_out,
+                fingerprint,
+                _draws(draws),
+                rate,
+                finished,
+                _draws(rejected),
             )
-            for step, before, after, fingerprint, draws, rate, finished, rejected in rows
+            for step, version_in, version_out, fingerprint, draws, rate, finished, rejected in rows
         ]
 
     # Metrics
@@ -237,8 +244,8 @@ class Store:
             )
             for name in names
         ]
-        there = [(first, last) for first, last in ends if first is not None]
-        return (min(f for f, _ in there), max(t for _, t in there)) if there else None
+        bounds = [(first, last) for first, last in ends if first is not None]
+        return (min(f for f, _ in bounds), max(t for _, t in bounds)) if bounds else None
 
     def thinned_curve(
         self, name: str, columns: int, within: tuple[int, int] | None = None
@@ -257,22 +264,24 @@ class Store:
         self, names: Sequence[str], columns: int, within: tuple[int, int] | None = None
     ) -> list[CurvePoint]:
         """`thinned_curve` of the sum of several metrics in each step: the height of a stacked plot."""
-        each = (
+        step_sums = (
             f"SELECT step, sum({FINITE}) AS value FROM metrics WHERE name IN (SELECT value FROM json_each(?1))"
             " GROUP BY step"
         )
-        chosen = json.dumps([label(name) for name in names])
-        return self._thin_curve(each, chosen, columns, within or self.range_of(names))
+        names_json = json.dumps([label(name) for name in names])
+        return self._thin_curve(step_sums, names_json, columns, within or self.range_of(names))
 
     def thinned_times(
         self, columns: int, within: tuple[int, int] | None, name: str | None = None
     ) -> list[CurvePoint]:
         """When the steps of each column were finished: seconds since the run was created, or since its first step if that is earlier.
         With `name`, only steps that have this metric."""
-        of_metric = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
-        times = f"SELECT step, finished_at - ?1 AS value FROM steps{of_metric if name else ''}"
-        more = (label(name),) if name else ()
-        return self._thin_curve(times, self._beginning(), columns, within, *more)
+        metric_condition = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
+        times = (
+            f"SELECT step, finished_at - ?1 AS value FROM steps{metric_condition if name else ''}"
+        )
+        extra_values = (label(name),) if name else ()
+        return self._thin_curve(times, self._beginning(), columns, within, *extra_values)
 
     def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
         """When this many steps were finished, in seconds as in `thinned_times`; step counts that the record does not have are left out."""
@@ -284,9 +293,9 @@ class Store:
         return ({0: 0.0} if 0 in steps_asked else {}) | dict(rows)
 
     def _beginning(self) -> float:
-        first = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
-        known = (moment(self.get_meta().get("created_at")), *(at for (at,) in first))
-        return min((each for each in known if each is not None), default=0.0)
+        first_step = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
+        times = (moment(self.get_meta().get("created_at")), *(at for (at,) in first_step))
+        return min((seconds for seconds in times if seconds is not None), default=0.0)
 
     def thinned_points(
         self, points: Mapping[int, float], columns: int, within: tuple[int, int] | None
@@ -300,10 +309,10 @@ class Store:
     def _thin_curve(
         self,
         values: str,
-        chosen: str | float,
+        key: str | float,
         columns: int,
         within: tuple[int, int] | None,
-        *more: str,
+        *extra_values: str,
     ) -> list[CurvePoint]:
         if within is None:
             return []
@@ -312,7 +321,7 @@ class Store:
         rows = self._db.all(
             "SELECT CAST((step - ?2) / ?3 AS INTEGER), min(step), max(step), avg(value), min(value), max(value), count(*) - count(value)"
             f" FROM ({values}) WHERE step BETWEEN ?2 AND ?4 GROUP BY 1 ORDER BY 1",
-            (chosen, first, width, last, *more),
+            (key, first, width, last, *extra_values),
         )
         return [
             CurvePoint(first + (column + 0.5) * width - 0.5, *values) for column, *values in rows
@@ -371,9 +380,9 @@ class Store:
 
     def origin_of(self, draw: int) -> tuple[str, int | None, dict[str, Any]] | None:
         """A group's source, the draw whose completions it has, and the columns of its example; None if there is no such group."""
-        found = self._db.all("SELECT origin, again, columns FROM groups WHERE draw = ?", (draw,))
+        rows = self._db.all("SELECT origin, again, columns FROM groups WHERE draw = ?", (draw,))
         return next(
-            ((origin, again, unpack_json(columns)) for origin, again, columns in found), None
+            ((origin, again, unpack_json(columns)) for origin, again, columns in rows), None
         )
 
     def every_rollout(self, filters: RolloutFilter) -> Generator[tuple[RolloutView, RolloutDetail]]:
@@ -394,8 +403,8 @@ class Store:
 
     def draw_of(self, rollout: int) -> int | None:
         """The draw of the rollout with this id (as in lists of rollouts); None if there is no such rollout."""
-        found = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
-        return found[0][0] if found else None
+        rows = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
+        return rows[0][0] if rows else None
 
     def failures(self, most: int = 20, newest: int = 5_000) -> list[FailureKind]:
         """The reasons why rollouts without a score have none, by kind, the most frequent first; looks at the `newest` of them."""
@@ -446,7 +455,7 @@ class Store:
             self._db.execute(
                 "DELETE FROM evaluations WHERE step = ? AND name = ? AND policy = ?", key
             )
-            added = self._db.insert(
+            evaluation_id = self._db.insert(
                 "evaluations",
                 step=record.step,
                 name=label(record.name),
@@ -457,7 +466,7 @@ class Store:
             self._db.insert_many(
                 "evaluation_rows",
                 ("evaluation", "position", "data"),
-                [(added, i, pack_json(dict(row))) for i, row in enumerate(record.rows)],
+                [(evaluation_id, i, pack_json(dict(row))) for i, row in enumerate(record.rows)],
             )
 
     def evaluations(self, *, rows: bool = True) -> list[EvaluationRecord]:
@@ -472,7 +481,7 @@ class Store:
     def _evaluations(
         self, condition: str, values: tuple[int | str, ...], rows: bool
     ) -> list[EvaluationRecord]:
-        found = self._db.all(
+        evaluations = self._db.all(
             f"SELECT id, step, name, policy, metrics, asked FROM evaluations WHERE {condition}",
             values,
         )
@@ -485,7 +494,7 @@ class Store:
                 self._evaluation_rows(evaluation) if rows else (),
                 questions,
             )
-            for evaluation, step, name, policy, metrics, questions in found
+            for evaluation, step, name, policy, metrics, questions in evaluations
         ]
 
     def evaluations_with_rows(self) -> set[tuple[int, str, str]]:
@@ -498,11 +507,11 @@ class Store:
 
     def evaluation_rows(self, step: int, name: str, policy: str) -> tuple[dict[str, Any], ...]:
         """The rows of one evaluation; empty if there is no such evaluation."""
-        found = self._db.all(
+        matches = self._db.all(
             "SELECT id FROM evaluations WHERE step = ? AND name = ? AND policy = ?",
             (step, label(name), label(policy)),
         )
-        return self._evaluation_rows(found[0][0]) if found else ()
+        return self._evaluation_rows(matches[0][0]) if matches else ()
 
     def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
         query = "SELECT data FROM evaluation_rows WHERE evaluation = ? ORDER BY position"
@@ -524,8 +533,8 @@ class Store:
             (label(name or ""),),
         )
         return [
-            WarningRecord(step, found, kind, plain_text(message) or "", unpack_json(numbers))
-            for step, found, kind, message, numbers in rows
+            WarningRecord(step, signal, kind, plain_text(message) or "", unpack_json(numbers))
+            for step, signal, kind, message, numbers in rows
         ]
 
     def set_meta(self, values: Mapping[str, Any]) -> None:

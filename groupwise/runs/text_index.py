@@ -38,18 +38,20 @@ _TERM = re.compile(r'"([^"]*)"|(\S+)')
 
 def terms_of(words: str) -> list[str]:
     """The words and quoted phrases that a text must contain, in lower case."""
-    found = [quoted or word.strip('"') or word for quoted, word in _TERM.findall(words)]
-    return [term.lower() for term in found if term]
+    terms = [quoted or word.strip('"') or word for quoted, word in _TERM.findall(words)]
+    return [term.lower() for term in terms if term]
 
 
 def trigram_query(terms: Sequence[str]) -> str:
     """FTS5 MATCH expression that every matching text satisfies (necessary, not sufficient); empty if no term has three characters."""
-    found: dict[str, None] = {}
+    trigrams: dict[str, None] = {}
     for term in map(_indexed, terms):
-        last = len(term) - 3
-        if last >= 0:  # adjacent trigrams and the last one: overlapping ones would add little
-            found |= dict.fromkeys(term[at : at + 3] for at in (*range(0, last, 3), last))
-    quoted = ('"{}"'.format(each.replace('"', '""')) for each in [*found][:MOST_TRIGRAMS])
+        last_start = len(term) - 3
+        if last_start >= 0:  # adjacent trigrams and the last one: overlapping ones would add little
+            trigrams |= dict.fromkeys(
+                term[start : start + 3] for start in (*range(0, last_start, 3), last_start)
+            )
+    quoted = ('"{}"'.format(trigram.replace('"', '""')) for trigram in [*trigrams][:MOST_TRIGRAMS])
     return " AND ".join(quoted)
 
 
@@ -73,11 +75,11 @@ def is_usable(connection: sqlite3.Connection) -> bool:
 def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
     """Create or rebuild the index if it is missing or out of date, e.g. because a SQLite without FTS5 wrote to the record."""
     connection.create_function("indexed", 1, _indexed, deterministic=True)
-    wanted = CURRENT if _has_trigrams(connection) else "stale"
-    if _state(connection) == wanted and not force:
+    target_version = CURRENT if _has_trigrams(connection) else "stale"
+    if _state(connection) == target_version and not force:
         return
     connection.execute("BEGIN IMMEDIATE")
-    if wanted == CURRENT:
+    if target_version == CURRENT:
         for index in TEXTS:
             connection.execute(f"DROP TABLE IF EXISTS {index}")  # it may exist in an older format
             connection.execute(
@@ -86,7 +88,8 @@ def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
             )
         add(connection.execute, "TRUE")
     connection.execute(
-        "INSERT OR REPLACE INTO meta (key, value) VALUES ('text_index', ?)", (json.dumps(wanted),)
+        "INSERT OR REPLACE INTO meta (key, value) VALUES ('text_index', ?)",
+        (json.dumps(target_version),),
     )
     atomic_files.commit(connection, "text index")
 

@@ -93,11 +93,11 @@ class TrainerState:
         return math.ceil(self.max_steps / self.steps_per_epoch)
 
     def __getattr__(self, name: str) -> NoReturn:
-        known = ", ".join(each.name for each in fields(self))
+        names = ", ".join(field.name for field in fields(self))
         epochs = "" if self.steps_per_epoch is None else ", epoch, num_train_epochs"
         raise AttributeError(
             f"`trainer_state` has no `{name}` here: rewards are called beside the training, and are told where it stands and no more. "
-            f"There are: {known}{epochs}. Logs and evaluations are for callbacks; see get_rl_callbacks."
+            f"There are: {names}{epochs}. Logs and evaluations are for callbacks; see get_rl_callbacks."
         )
 
 
@@ -123,9 +123,9 @@ class Failed(float):
 
     def __new__(cls, reason: str) -> Failed:
         """`reason` completes the sentence "reward `name` …"."""
-        made = super().__new__(cls, math.nan)
-        made.reason = reason
-        return made
+        failure = super().__new__(cls, math.nan)
+        failure.reason = reason
+        return failure
 
     reason: str
 
@@ -149,8 +149,8 @@ def name_of(function: RewardCallable) -> str:
     """The name of a function in metrics and messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    own = getattr(function, "name", None) or getattr(function, "__name__", None)
-    return printable(own.strip("<>")) if isinstance(own, str) else type(function).__name__
+    name = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return printable(name.strip("<>")) if isinstance(name, str) else type(function).__name__
 
 
 def check_function(function: object, where: str) -> None:
@@ -215,34 +215,40 @@ def _of_one_completion(
     """Advice for a function that scores one completion at a time, as in verifiers; empty for others."""
     if not {"completion", "prompt", "state", "parser"} & set(missing):
         return ""
-    own = getattr(function, "__name__", "")
-    name = own if own.isidentifier() and not iskeyword(own) else "reward"
+    function_name = getattr(function, "__name__", "")
+    name = (
+        function_name if function_name.isidentifier() and not iskeyword(function_name) else "reward"
+    )
     takes = [
-        each.name
-        for each in _parameters(function, where)
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        parameter.name
+        for parameter in _parameters(function, where)
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     lists = {"completion": "completions", "prompt": "prompts"}
-    lists |= {each: each for each in (*columns, *RESERVED) if each in takes and each not in lists}
+    lists |= {
+        parameter: parameter
+        for parameter in (*columns, *RESERVED)
+        if parameter in takes and parameter not in lists
+    }
     row = "i"
     while row in (name, *lists, *lists.values()):
         row += "i"
-    given = ", ".join(
-        f"{each}={lists[each]}" + ("" if each in RESERVED else f"[{row}]")
-        for each in takes
-        if each in lists
+    call_arguments = ", ".join(
+        f"{parameter}={lists[parameter]}" + ("" if parameter in RESERVED else f"[{row}]")
+        for parameter in takes
+        if parameter in lists
     )
     columns_taken = dict.fromkeys(
-        ["completions", *(lists[each] for each in takes if each in lists)]
+        ["completions", *(lists[parameter] for parameter in takes if parameter in lists)]
     )
-    begins, waits = ("async ", "await ") if is_async(function) else ("", "")
-    unfilled = [each for each in missing if each not in lists]
-    bound = ", ".join(f"{each}=…" for each in unfilled)
-    first = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
+    def_prefix, await_prefix = ("async ", "await ") if is_async(function) else ("", "")
+    unfilled = [parameter for parameter in missing if parameter not in lists]
+    bound = ", ".join(f"{parameter}=…" for parameter in unfilled)
+    partial_hint = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
     return (
-        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{first}:\n"
-        f"  {begins}def {name}_of_all({', '.join(columns_taken)}, **columns):\n"
-        f"      return [{waits}{name}({given}) for {row} in range(len(completions))]"
+        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{partial_hint}:\n"
+        f"  {def_prefix}def {name}_of_all({', '.join(columns_taken)}, **columns):\n"
+        f"      return [{await_prefix}{name}({call_arguments}) for {row} in range(len(completions))]"
     )
 
 
@@ -273,8 +279,8 @@ def is_async(function: RewardCallable) -> bool:
     """True if calling it returns a coroutine, as far as inspection can tell."""
     while isinstance(function, functools.partial):
         function = function.func
-    made = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(made)
+    call_method = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
 
 def call_plain(function: RewardCallable, arguments: Mapping[str, Any]) -> Any:
@@ -327,7 +333,7 @@ def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) 
     parameters = _parameters(function, "reward")
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "prompts": [_copy(prompt) for prompt in request.prompts],
         "completions": [_copy(completion) for completion in request.completions],
         **{column: list(values) for column, values in request.columns.items()},
@@ -342,7 +348,9 @@ def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) 
         "log_metric": functools.partial(_log_metric, logged),
         "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
     }
-    return {key: value for key, value in {**given, **optional}.items() if takes_all or key in names}
+    return {
+        key: value for key, value in {**arguments, **optional}.items() if takes_all or key in names
+    }
 
 
 def _copy(value: Any) -> Any:

@@ -66,12 +66,12 @@ class Tags:
 
     def counts(self, text: str) -> tuple[int, int, int, int]:
         """How often each of the four tags occurs, in the order of `four`."""
-        opened, closed, answered, ended = self.four
+        reasoning_opened, reasoning_closed, answer_opened, answer_closed = self.four
         return (
-            _count(opened, text),
-            _count(closed, text),
-            _count(answered, text),
-            _count(ended, text),
+            _count(reasoning_opened, text),
+            _count(reasoning_closed, text),
+            _count(answer_opened, text),
+            _count(answer_closed, text),
         )
 
     def share(self, text: str) -> float:
@@ -126,7 +126,7 @@ def after_reasoning(text: str, *more: Tag) -> str:
     Reasoning is in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one. The opening tag may be in the prompt.
     """
     opening, closing = _patterns((*REASONING_TAGS, *more))
-    ends = [found.end() for found in closing.finditer(text)]
+    ends = [match.end() for match in closing.finditer(text)]
     return opening.split(text[ends[-1] :] if ends else text, maxsplit=1)[0]
 
 
@@ -137,14 +137,14 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
     """
     opening, closing = _patterns((*REASONING_TAGS, *more))
     if isinstance(prompt, str):
-        found = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
-        return "" if found is None else found.group()
-    last = prompt[-1] if prompt else {}
-    content = last.get("content")
-    if last.get("role") != "assistant" or not isinstance(content, str):
+        match = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
+        return "" if match is None else match.group()
+    last_message = prompt[-1] if prompt else {}
+    content = last_message.get("content")
+    if last_message.get("role") != "assistant" or not isinstance(content, str):
         return ""
-    started = [found.start() for found in opening.finditer(content)]
-    return content[started[-1] :] if started and not closing.search(content, started[-1]) else ""
+    starts = [match.start() for match in opening.finditer(content)]
+    return content[starts[-1] :] if starts and not closing.search(content, starts[-1]) else ""
 
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -167,14 +167,14 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
     answer_text = text if tag in REASONING_TAGS else after_reasoning(text)
     # No mark inside a pair: `<a>1<a>2</a>` gives 2, and a stray closing tag after a pair does no harm.
     inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
-    found = list(re.finditer(inside, answer_text, re.DOTALL | re.IGNORECASE))
-    if not found:
+    matches = list(re.finditer(inside, answer_text, re.DOTALL | re.IGNORECASE))
+    if not matches:
         return None
-    answers = [found[-1][1].strip()]
-    for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
-        if not listed or not _IN_A_LIST.fullmatch(answer_text, before.end(), after.start()):
+    answers = [matches[-1][1].strip()]
+    for earlier, later in zip(matches[-2::-1], matches[:0:-1], strict=False):
+        if not listed or not _IN_A_LIST.fullmatch(answer_text, earlier.end(), later.start()):
             break
-        answers.insert(0, before[1].strip())
+        answers.insert(0, earlier[1].strip())
     return ", ".join(answers)
 
 

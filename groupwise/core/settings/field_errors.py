@@ -95,27 +95,27 @@ def field_errors(
     of it, as in `the body must be an object`.
     """
     details = error.errors(include_url=False) if isinstance(error, ValidationError) else error
-    found: dict[tuple[str, str], FieldError] = {}
+    errors: dict[tuple[str, str], FieldError] = {}
     for detail in details:
         location = cast("Location", detail.get("loc", ()))
-        place = _FieldLocation(model, location, str(detail.get("type", "")))
+        field_location = _FieldLocation(model, location, str(detail.get("type", "")))
         context = cast("Mapping[str, Any]", detail.get("ctx") or {})
-        several = context.get("error")
+        validator_error = context.get("error")
         messages = (
-            several.problems
-            if isinstance(several, Problems)
-            else (_message(detail, location, place, whole),)
+            validator_error.problems
+            if isinstance(validator_error, Problems)
+            else (_message(detail, location, field_location, whole),)
         )
         # For invalid JSON the location is an offset in the text, not a field.
-        keys = [] if detail.get("type") == "json_invalid" else place.keys
+        keys = [] if detail.get("type") == "json_invalid" else field_location.keys
         if isinstance(field := context.get("field"), str) and field:
             keys = [*keys, field]
         path = _writable(".".join(keys))
         for message in map(_writable, messages):
-            found.setdefault((path, message), FieldError(path, message, detail.get("input")))
-        if len(found) >= MOST_FIELD_ERRORS:
+            errors.setdefault((path, message), FieldError(path, message, detail.get("input")))
+        if len(errors) >= MOST_FIELD_ERRORS:
             break
-    return list(found.values())[:MOST_FIELD_ERRORS]
+    return list(errors.values())[:MOST_FIELD_ERRORS]
 
 
 def _writable(text: str) -> str:
@@ -124,12 +124,12 @@ def _writable(text: str) -> str:
 
 
 def _message(
-    detail: Mapping[str, Any], location: Location, place: _FieldLocation, whole: str
+    detail: Mapping[str, Any], location: Location, field_location: _FieldLocation, whole: str
 ) -> str:
     kind = str(detail.get("type", ""))
-    if kind == "extra_forbidden" and (owners := place.owners()):
+    if kind == "extra_forbidden" and (owners := field_location.owners()):
         return _unknown(str(location[-1]), owners)
-    at_top = not place.keys
+    at_top = not field_location.keys
     if at_top and kind == "missing":
         return f"{whole} is empty: send a JSON object, at least {{}}"
     if location and kind in ("list_type", "dict_type") and str(location[-1]) in _FORMS:
@@ -140,7 +140,7 @@ def _message(
     if kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
         return _PATTERNS.get(pattern, f"must match {pattern}")
-    expected = place.expected() if kind in (*_OF_TYPE, *_OF_RANGE) else None
+    expected = field_location.expected() if kind in (*_OF_TYPE, *_OF_RANGE) else None
     if expected is not None and (kind in _OF_TYPE or "(" in expected):
         message = f"must be {expected}"
     else:
@@ -169,8 +169,8 @@ def _unknown(key: str, owners: Sequence[type[BaseModel]]) -> str:
     return f"is not a {kind}; there are {', '.join(names)}"
 
 
-def _is_label(part: int | str) -> bool:
-    return str(part).startswith("(")
+def _is_label(component: int | str) -> bool:
+    return str(component).startswith("(")
 
 
 class _FieldLocation:
@@ -181,32 +181,36 @@ class _FieldLocation:
         """The path without union labels, which are no keys."""
         self._above: list[Any] = []
         self._here: list[Any] = [] if model is None else [model]
-        for number, part in enumerate(location, 1):
-            found = [step for each in self._here for step in _steps(each, part)]
+        for number, component in enumerate(location, 1):
+            children = [step for annotation in self._here for step in _steps(annotation, component)]
             must_be_key = number == len(location) and kind in ("extra_forbidden", "missing")
-            if not found and isinstance(part, str) and not must_be_key and self._in_union():
+            if not children and isinstance(component, str) and not must_be_key and self._in_union():
                 continue  # pydantic's own label for a member of a union: `str`, `list[int]`
-            if not _is_label(part):
-                self.keys.append(str(part))
-            self._above, self._here = self._here, found
+            if not _is_label(component):
+                self.keys.append(str(component))
+            self._above, self._here = self._here, children
 
     def _in_union(self) -> bool:
         return any(
-            len([kind for _, kind in _members(each) if kind is not NoneType]) > 1
-            for each in self._here
+            len([kind for _, kind in _members(annotation) if kind is not NoneType]) > 1
+            for annotation in self._here
         )
 
     def owners(self) -> list[type[BaseModel]]:
         """The models that could have had the last part of the location as a field."""
-        return [each for above in self._above for each in _models(above)]
+        return [model for parent in self._above for model in _models(parent)]
 
     def expected(self) -> str | None:
         """The values that the field accepts, in words."""
-        found = {
-            describe(each if isinstance(each, FieldInfo) else FieldInfo.from_annotation(each))
-            for each in self._here
+        descriptions = {
+            describe(
+                annotation
+                if isinstance(annotation, FieldInfo)
+                else FieldInfo.from_annotation(annotation)
+            )
+            for annotation in self._here
         }
-        return found.pop() if len(found) == 1 else None
+        return descriptions.pop() if len(descriptions) == 1 else None
 
 
 def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
@@ -216,9 +220,9 @@ def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        label = next((each.tag for each in arguments[1:] if isinstance(each, Tag)), None)
-        for inner, found in _members(arguments[0]):
-            yield label or inner, found
+        label = next((marker.tag for marker in arguments[1:] if isinstance(marker, Tag)), None)
+        for inner, member in _members(arguments[0]):
+            yield label or inner, member
     elif origin in (Union, UnionType):
         for argument in arguments:
             yield from _members(argument)
@@ -227,18 +231,22 @@ def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    found = (each for _, each in _members(annotation))
-    return [each for each in found if isinstance(each, type) and issubclass(each, BaseModel)]
+    types = (each for _, each in _members(annotation))
+    return [kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _steps(annotation: Any, part: int | str) -> Iterator[Any]:
+def _steps(annotation: Any, component: int | str) -> Iterator[Any]:
     """The types that a part of a location leads to."""
-    if _is_label(part):
-        yield from (each for label, each in _members(annotation) if label == part)
+    if _is_label(component):
+        yield from (member for label, member in _members(annotation) if label == component)
         return
-    for _, each in _members(annotation):
-        arguments = get_args(each)
-        if isinstance(part, int) and get_origin(each) in (list, tuple) and arguments:
+    for _, member_kind in _members(annotation):
+        arguments = get_args(member_kind)
+        if isinstance(component, int) and get_origin(member_kind) in (list, tuple) and arguments:
             yield arguments[0]
-        elif isinstance(each, type) and issubclass(each, BaseModel) and part in each.model_fields:
-            yield each.model_fields[str(part)]
+        elif (
+            isinstance(member_kind, type)
+            and issubclass(member_kind, BaseModel)
+            and component in member_kind.model_fields
+        ):
+            yield member_kind.model_fields[str(component)]

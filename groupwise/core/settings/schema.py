@@ -75,8 +75,8 @@ class Problems(ValueError):
 
 def refuse(problems: Iterable[str | None]) -> None:
     """For validators: raise `Problems` if there are any; None entries are ignored."""
-    if found := [problem for problem in problems if problem is not None]:
-        raise Problems(found)
+    if messages := [problem for problem in problems if problem is not None]:
+        raise Problems(messages)
 
 
 def setting(
@@ -100,10 +100,10 @@ def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
     if get_origin(annotation) is Annotated:
         return sections_in(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        found: dict[str, type[BaseModel]] = {}
+        sections: dict[str, type[BaseModel]] = {}
         for member in get_args(annotation):
-            found |= sections_in(member)
-        return found
+            sections |= sections_in(member)
+        return sections
     return {}
 
 

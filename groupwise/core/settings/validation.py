@@ -62,12 +62,12 @@ def validate(
     problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
     if search.more:
         problems.append(f"{tree.source}: {search.more:,} more keys or values are wrong.")
-    for within, conflict in _conflicts(result) if result is not None else ():
-        if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
-            problems.append(f"{_where(tree, at + within)}: {conflict.message}")
+    for section_path, conflict in _conflicts(result) if result is not None else ():
+        if not search.doubts((*section_path, *key.split(".")) for key in conflict.keys):
+            problems.append(f"{_where(tree, at + section_path)}: {conflict.message}")
     if problems or result is None:
         unknown = [
-            str(each["loc"][-1]) for each in search.told if each["type"] == "extra_forbidden"
+            str(detail["loc"][-1]) for detail in search.told if detail["type"] == "extra_forbidden"
         ]
         foreign = [key for key in unknown if foreign_advice(model, key)]
         if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
@@ -78,8 +78,8 @@ def validate(
 
         def line_of(problem: str) -> float:
             """The problem's line in the file; problems of overrides are sorted last."""
-            found = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
-            return int((found[1] or ":0")[1:]) if found else math.inf
+            match = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
+            return int((match[1] or ":0")[1:]) if match else math.inf
 
         raise ConfigError("\n".join(sorted(dict.fromkeys(problems), key=line_of)))
     return result
@@ -90,17 +90,17 @@ def _where(tree: Tree, path: KeyPath) -> str:
     return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
 
 
-def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
+def _conflicts(section: BaseModel, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
     """Conflicts in a section and its nested sections, each with the path of its section, or of the list that contains the section."""
     if isinstance(section, Strict):
         for conflict in section.conflicts():
-            yield within, conflict
+            yield at, conflict
     for name, info in section.__class__.model_fields.items():
         inner = getattr(section, name)
-        several = cast("Sequence[Any]", inner if isinstance(inner, list | tuple) else [inner])
-        for each in several:
-            if isinstance(each, BaseModel):
-                yield from _conflicts(each, (*within, info.alias or name))
+        sections = cast("Sequence[Any]", inner if isinstance(inner, list | tuple) else [inner])
+        for value in sections:
+            if isinstance(value, BaseModel):
+                yield from _conflicts(value, (*at, info.alias or name))
 
 
 class _Search:
@@ -152,15 +152,15 @@ class _Search:
 
     def _learn(self, details: Sequence[ErrorDetails]) -> None:
         """Record the problems, and replace each wrong value with a valid one."""
-        read = [self._read_by(detail) for detail in details]
-        before = frozenset(self._replaced)
-        for detail, keys in zip(details, read, strict=True):
+        deciding_keys = [self._read_by(detail) for detail in details]
+        replaced_before = frozenset(self._replaced)
+        for detail, keys in zip(details, deciding_keys, strict=True):
             if not keys:
                 place = locate(self.model, detail["loc"])
-                if not any(_starts(place.path, path) for path in before):
+                if not any(_starts(place.path, path) for path in replaced_before):
                     self.told.append(detail)
                 self._replace(place, detail["type"])
-        for detail, keys in zip(details, read, strict=True):
+        for detail, keys in zip(details, deciding_keys, strict=True):
             if keys:
                 if not self.doubts(keys):
                     self.told.append(detail)
@@ -242,8 +242,8 @@ def _explain(
         yield from (f"{origin}: {text}" for text in _explain_missing(place, at))
     elif detail["type"].startswith("union_tag"):
         yield f"{tree.origin((*path, 'type'))}: {_explain_type(place, tree, at)}"
-    elif isinstance(several := detail.get("ctx", {}).get("error"), Problems):
-        yield from (f"{_where(tree, path)}: {problem}" for problem in several.problems)
+    elif isinstance(validator_error := detail.get("ctx", {}).get("error"), Problems):
+        yield from (f"{_where(tree, path)}: {problem}" for problem in validator_error.problems)
     else:
         yield f"{tree.origin(path)}: {_explain_value(model, place, detail, tree, at)}"
 
@@ -334,29 +334,31 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
         return _Unknown(explain_secret((*above, key)))
     if elsewhere := _explain_variant(place, at):
         return elsewhere
-    if found := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
-        names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
+    if paths := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
+        names = " or ".join(".".join(path) for path in paths[:MOST_NAMES])
         # Another section may say why it leaves out the same key.
         reasons = (
             f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
             for leaf in leaves(root)
             if (reason := refused_keys(leaf.section).get(key))
         )
-        return _Unknown(f"{unknown}; did you mean {names}?{next(reasons, '')}", found)
-    late = next((leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None)
-    if late is not None:
+        return _Unknown(f"{unknown}; did you mean {names}?{next(reasons, '')}", paths)
+    later_path = next(
+        (leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None
+    )
+    if later_path is not None:
         return _Unknown(
-            f"{unknown}; {'.'.join((*late, key))} would be, but it is not in this version."
+            f"{unknown}; {'.'.join((*later_path, key))} would be, but it is not in this version."
         )
-    if near := _nearest(root, place):
-        return _Unknown(f"{unknown}; did you mean {'.'.join(at + near)}?", (near,))
-    known = list(keys_of(place.section))
-    likest = difflib.get_close_matches(key, known, n=MOST_NAMES, cutoff=0.0)
+    if nearest_path := _nearest(root, place):
+        return _Unknown(f"{unknown}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
+    keys = list(keys_of(place.section))
+    closest = difflib.get_close_matches(key, keys, n=MOST_NAMES, cutoff=0.0)
     section = f"in {'.'.join(above)}" if above else "at the top"
-    if len(known) <= MOST_NAMES:
-        return _Unknown(f"{unknown}; the keys {section} are: {', '.join(known)}.")
+    if len(keys) <= MOST_NAMES:
+        return _Unknown(f"{unknown}; the keys {section} are: {', '.join(keys)}.")
     return _Unknown(
-        f"{unknown}; of the {len(known)} keys {section} the nearest are {', '.join(likest)}."
+        f"{unknown}; of the {len(keys)} keys {section} the nearest are {', '.join(closest)}."
     )
 
 
@@ -369,25 +371,31 @@ def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:
     for kind, variant in place.variants.items():
         for name in keys_of(variant):
             owners.setdefault(name, []).append(kind)
-    near = difflib.get_close_matches(key, owners, n=1)
-    if not near:
+    close_matches = difflib.get_close_matches(key, owners, n=1)
+    if not close_matches:
         return None
-    kind, who = tag_of(place.section), ", ".join(owners[near[0]])
-    found = f"a key of {who}" if near[0] == key else f"{'.'.join((*above, near[0]))} (of {who})"
-    question = f"it is {found}." if near[0] == key else f"did you mean {found}?"
+    kind, owner_names = tag_of(place.section), ", ".join(owners[close_matches[0]])
+    suggestion = (
+        f"a key of {owner_names}"
+        if close_matches[0] == key
+        else f"{'.'.join((*above, close_matches[0]))} (of {owner_names})"
+    )
+    question = f"it is {suggestion}." if close_matches[0] == key else f"did you mean {suggestion}?"
     return _Unknown(
         f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}",
-        () if near[0] == key else ((*place.path[:-1], near[0]),),
+        () if close_matches[0] == key else ((*place.path[:-1], close_matches[0]),),
     )
 
 
 def _nearest(root: type[BaseModel], place: SchemaLocation) -> KeyPath | None:
     key = place.path[-1]
-    known = keys_of(place.section)
-    near = difflib.get_close_matches(key, known, n=1)
-    near = near or [name for name in known if len(key) > 2 and name.startswith(key)]
-    if near:
-        return (*place.path[:-1], near[0])
-    everywhere = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
-    far = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)
-    return everywhere[far[0]] if far else None
+    keys = keys_of(place.section)
+    close_matches = difflib.get_close_matches(key, keys, n=1)
+    close_matches = close_matches or [
+        name for name in keys if len(key) > 2 and name.startswith(key)
+    ]
+    if close_matches:
+        return (*place.path[:-1], close_matches[0])
+    path_by_key = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
+    distant_matches = difflib.get_close_matches(key, path_by_key, n=1, cutoff=0.75)
+    return path_by_key[distant_matches[0]] if distant_matches else None

@@ -40,8 +40,8 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
     def _missing(self, key: str) -> str:
         near = difflib.get_close_matches(str(key), self._values, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        there = ", ".join(self._values) or "nothing"
-        return f"{self._path} has no `{key}`.{hint} It has: {there}."
+        keys = ", ".join(self._values) or "nothing"
+        return f"{self._path} has no `{key}`.{hint} It has: {keys}."
 
     def _wrap(self, value: Any, path: str) -> Any:
         if isinstance(value, dict):

@@ -91,8 +91,8 @@ class Board:
     def times(self) -> str:
         """The elapsed and the estimated remaining time."""
         elapsed = f"{_duration(self._clock() - self._began)} gone"
-        left = self._remaining()
-        return f"{elapsed}, {left} to go" if left else elapsed
+        remaining = self._remaining()
+        return f"{elapsed}, {remaining} to go" if remaining else elapsed
 
     def _head(self, width: int) -> list[RenderableType]:
         digits = len(str(self.total))
@@ -125,8 +125,8 @@ class Board:
             line.append("  " + sparkline(curve, min(room, 40)), "green")
         lines: list[RenderableType] = [line]
         if parts := [f"{name} {value}" for name, value in self._part_means("{:.3f}")]:
-            shown = shorten("   ".join(parts), width - 7)
-            lines.append(Text.assemble(("parts  ", "dim"), shown))
+            part_text = shorten("   ".join(parts), width - 7)
+            lines.append(Text.assemble(("parts  ", "dim"), part_text))
         table = Table.grid(padding=(0, 1))
         columns = 1 if width < NARROW else 3
         for _ in range(columns):
@@ -151,7 +151,7 @@ class Board:
 
     def facts(self) -> list[tuple[str, str]]:
         """The last step's other numbers, with their names."""
-        found = [
+        numbers = [
             ("kl", self._number("kl", "{:.4f}")),
             ("entropy", self._number("entropy", "{:.3f}")),
             ("log-prob gap", self._number("sampling/logprob_gap", "{:.1e}")),
@@ -168,7 +168,7 @@ class Board:
             ("step time", self._step_time()),
             ("failed", self._failures()),
         ]
-        return [(name, value) for name, value in found if value]
+        return [(name, value) for name, value in numbers if value]
 
     def _reward(self) -> str | None:
         value = self._number("reward", "{:.3f}")

@@ -110,22 +110,22 @@ class Page:
         return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
 
     def _plots(self) -> list[tuple[str, list[Series]]]:
-        found: list[tuple[str, list[Series]]] = []
+        plots: list[tuple[str, list[Series]]] = []
         if reward := self._curves.get("reward"):
-            found.append(("reward", with_mean(EACH, reward)))
+            plots.append(("reward", with_mean(EACH, reward)))
         curves = [(part_of(name), points) for name, points in self._curves.items()]
         if parts := [Series(part, tuple(points)) for part, points in curves if part is not None]:
-            found.append(("parts", parts))
+            plots.append(("parts", parts))
         for name, title in _CURVES.items():
             if name in self._curves and not (name == "loss" and "reward" in self._curves):
-                found.append((title, with_mean(EACH, self._curves[name])))
-        return found
+                plots.append((title, with_mean(EACH, self._curves[name])))
+        return plots
 
     def _completions(self) -> str:
         rows: list[tuple[str, str, str, str]] = []
         for group in [group for group in self._groups if group.rollouts][:GROUPS]:
-            for place, rollout in enumerate(group.rollouts[:OF_EACH]):
-                prompt = prompt_end(group.example.prompt, ASKED) if place == 0 else ""
+            for member, rollout in enumerate(group.rollouts[:OF_EACH]):
+                prompt = prompt_end(group.example.prompt, ASKED) if member == 0 else ""
                 parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
                 completion = shorten(rollout.completion, LONGEST)
                 rows.append((prompt, number(rollout.reward), parts, completion))

@@ -69,12 +69,12 @@ def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, .
         return tuple(points)
     stretches = (most - 2) // 2
     edges = [1 + round(i * (len(points) - 2) / stretches) for i in range(stretches + 1)]
-    kept = {0, len(points) - 1}
+    indices = {0, len(points) - 1}
     for start, end in pairwise(edges):
         stretch = range(start, end)
-        kept.add(min(stretch, key=lambda i: points[i][1]))
-        kept.add(max(stretch, key=lambda i: points[i][1]))
-    return tuple(points[i] for i in sorted(kept))
+        indices.add(min(stretch, key=lambda i: points[i][1]))
+        indices.add(max(stretch, key=lambda i: points[i][1]))
+    return tuple(points[i] for i in sorted(indices))
 
 
 def sparkline(values: Sequence[float], width: int | None = None) -> str:
@@ -101,15 +101,15 @@ def terminal_curve(
     colour: bool = False,
 ) -> str:
     """A curve of `width` × about `height` characters, axes included. `colour` adds ANSI colours."""
-    drawn = [Series(each.name, _finite(each.points), each.style) for each in series]
-    if not any(each.points for each in drawn):
+    finite_series = [Series(curve.name, _finite(curve.points), curve.style) for curve in series]
+    if not any(curve.points for curve in finite_series):
         return f"{one_line(title)}: no values yet" if title else "no values yet"
-    frame = _Frame.around(drawn, y_ticks=max(2, height // 3))
+    frame = _Frame.around(finite_series, y_ticks=max(2, height // 3))
     labels = [_number(tick, frame.y_step) for tick in frame.y_ticks]
     margin = max(len(label) for label in labels)
     canvas = _Canvas(max(8, width - margin - 2), max(3, height), frame)
-    for index, each in enumerate(drawn):
-        canvas.draw(each, index)
+    for index, curve in enumerate(finite_series):
+        canvas.draw(curve, index)
     rows = {canvas.row_of(tick): label for tick, label in zip(frame.y_ticks, labels, strict=True)}
     lines = [
         f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
@@ -117,13 +117,14 @@ def terminal_curve(
     ]
     lines += _axis_of_x(canvas, margin, x_label)
     if title:
-        signs = "   ".join(
-            f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in drawn
+        legend = "   ".join(
+            f"{'⠒⠒' if curve.style == 'line' else '·'} {one_line(curve.name)}"
+            for curve in finite_series
         )
         heading = shorten(one_line(title), width)
-        room = width - len(heading) - len(signs)
-        shown = f"{_BOLD}{heading}{_PLAIN}" if colour else heading
-        lines.insert(0, shown + " " * room + signs if room >= 3 else shown)
+        room = width - len(heading) - len(legend)
+        title_text = f"{_BOLD}{heading}{_PLAIN}" if colour else heading
+        lines.insert(0, title_text + " " * room + legend if room >= 3 else title_text)
     return "\n".join(lines)
 
 
@@ -147,7 +148,7 @@ class _Frame:
 
     @classmethod
     def around(cls, series: Iterable[Series], y_ticks: int, x_ticks: int = 6) -> _Frame:
-        points = [point for each in series for point in each.points]
+        points = [point for curve in series for point in curve.points]
         left, right = _spread([x for x, _ in points], at_least=1.0)
         low, high = _spread([y for _, y in points], at_least=1e-9)
         y_step = _nice_step(high - low, y_ticks)
@@ -245,17 +246,17 @@ class _Canvas:
         return self._cell(x, self.frame.bottom)[0]
 
     def text(self, row: int, colour: bool) -> str:
-        shown: list[str] = []
+        characters: list[str] = []
         for column in range(self.columns):
             if dots := self._dots[row][column]:
                 paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
                 braille = chr(0x2800 + dots)
-                shown.append(f"\x1b[{paint}m{braille}{_PLAIN}" if colour else braille)
+                characters.append(f"\x1b[{paint}m{braille}{_PLAIN}" if colour else braille)
             elif self._points[row][column]:
-                shown.append(f"{_DIM}·{_PLAIN}" if colour else "·")
+                characters.append(f"{_DIM}·{_PLAIN}" if colour else "·")
             else:
-                shown.append(" ")
-        return "".join(shown)
+                characters.append(" ")
+        return "".join(characters)
 
     def _cell(self, x: float, y: float) -> tuple[int, int]:
         column, row = self._dot(x, y)
@@ -268,24 +269,24 @@ class _Canvas:
 
 def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
     frame = canvas.frame
-    line = ["─"] * canvas.columns
-    below = [" "] * (canvas.columns + margin + 2)
-    free = 0
+    axis = ["─"] * canvas.columns
+    label_row = [" "] * (canvas.columns + margin + 2)
+    next_free = 0
     for tick in frame.x_ticks:
         column, text = canvas.column_of(tick), _number(tick, frame.x_step)
-        start = min(max(column + margin + 2 - len(text) // 2, 0), len(below) - len(text))
-        if start < free:
+        start = min(max(column + margin + 2 - len(text) // 2, 0), len(label_row) - len(text))
+        if start < next_free:
             continue
-        line[column] = "┬"
-        below[start : start + len(text)] = text
-        free = start + len(text) + 1
+        axis[column] = "┬"
+        label_row[start : start + len(text)] = text
+        next_free = start + len(text) + 1
     name = one_line(label)
-    numbers = "".join(below).rstrip()
-    if len(numbers) + 2 + len(name) > len(below):
-        numbers = f"{numbers}\n{name:>{len(below)}}"
+    numbers = "".join(label_row).rstrip()
+    if len(numbers) + 2 + len(name) > len(label_row):
+        numbers = f"{numbers}\n{name:>{len(label_row)}}"
     else:
-        numbers += f"{name:>{len(below) - len(numbers)}}"
-    return [f"{'':>{margin}} └{''.join(line)}", *numbers.split("\n")]
+        numbers += f"{name:>{len(label_row) - len(numbers)}}"
+    return [f"{'':>{margin}} └{''.join(axis)}", *numbers.split("\n")]
 
 
 # SVG
@@ -319,16 +320,16 @@ def svg_curve(
     height: int = 360,
 ) -> str:
     """A self-contained SVG image: no scripts, no fonts to load, light and dark mode. Many points are thinned."""
-    drawn: list[Series] = []
-    for each in series:
-        finite = _finite(each.points)
-        points = finite if each.style == "band" else thin_out(finite)
+    curves: list[Series] = []
+    for curve in series:
+        finite = _finite(curve.points)
+        points = finite if curve.style == "band" else thin_out(finite)
         if points:
-            drawn.append(Series(each.name, points, each.style))
+            curves.append(Series(curve.name, points, curve.style))
     body: list[str] = []
-    legend, below = _legend(drawn, width, title)
-    if drawn:
-        frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
+    legend, offset = _legend(curves, width, title)
+    if curves:
+        frame = _Frame.around(curves, y_ticks=5, x_ticks=8)
         for tick in frame.y_ticks:
             _, y = _pixel(frame, frame.left, tick, width, height)
             body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
@@ -336,13 +337,15 @@ def svg_curve(
         for tick in frame.x_ticks:
             x, y = _pixel(frame, tick, frame.bottom, width, height)
             body.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
-        body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
+        body += [
+            _svg_series(curve, i, curves, frame, width, height) for i, curve in enumerate(curves)
+        ]
     else:
         body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
     body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
-    if below:
-        body = [f'<g transform="translate(0 {below})">', *body, "</g>"]
-        height += below
+    if offset:
+        body = [f'<g transform="translate(0 {offset})">', *body, "</g>"]
+        height += offset
     head = [
         f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
         _label(_LEFT, 28, title, "ink title"),
@@ -357,83 +360,83 @@ def svg_curve(
 
 
 def _svg_series(
-    series: Series, index: int, drawn: Sequence[Series], frame: _Frame, width: int, height: int
+    series: Series, index: int, curves: Sequence[Series], frame: _Frame, width: int, height: int
 ) -> str:
-    places = [_pixel(frame, x, y, width, height) for x, y in series.points]
-    colour = f"c{_colour(index, drawn)}"
+    pixels = [_pixel(frame, x, y, width, height) for x, y in series.points]
+    colour = f"c{_colour(index, curves)}"
     if series.style == "points":
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in pixels)
         return f'<g class="dots {colour}">{dots}</g>'
     if series.style == "band":
         # Along the highest point at each x, and back along the lowest (SVG's y axis points down).
         heights: dict[float, list[float]] = {}
-        for x, y in places:
+        for x, y in pixels:
             heights.setdefault(x, []).append(y)
-        there = [(x, min(ys)) for x, ys in heights.items()]
-        back = [(x, max(ys)) for x, ys in heights.items()]
-        return f'<path class="band {colour}" d="{_path([*there, *reversed(back)])}Z"/>'
-    return f'<path class="{_line(index, drawn)}" d="{_path(places)}"/>'
+        lowest = [(x, min(ys)) for x, ys in heights.items()]
+        highest = [(x, max(ys)) for x, ys in heights.items()]
+        return f'<path class="band {colour}" d="{_path([*lowest, *reversed(highest)])}Z"/>'
+    return f'<path class="{_line(index, curves)}" d="{_path(pixels)}"/>'
 
 
-def _path(places: Sequence[Point]) -> str:
-    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+def _path(points: Sequence[Point]) -> str:
+    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def _colour(index: int, drawn: Sequence[Series]) -> int:
+def _colour(index: int, curves: Sequence[Series]) -> int:
     """Points or a band and the line after them share a colour."""
-    return len(_lines(drawn[:index])) % COLOURS
+    return len(_lines(curves[:index])) % COLOURS
 
 
-def _line(index: int, drawn: Sequence[Series]) -> str:
+def _line(index: int, curves: Sequence[Series]) -> str:
     """CSS classes of a line. It is dashed if an earlier line has the same points, which then show in the gaps, or if colours repeat."""
-    before = _lines(drawn[:index])
-    lies_on = any(each.points == drawn[index].points for each in before)
-    dashed = " dashed" if lies_on or len(before) >= COLOURS else ""
-    return f"line c{_colour(index, drawn)}{dashed}"
+    earlier = _lines(curves[:index])
+    lies_on = any(line.points == curves[index].points for line in earlier)
+    dashed = " dashed" if lies_on or len(earlier) >= COLOURS else ""
+    return f"line c{_colour(index, curves)}{dashed}"
 
 
-def _lines(drawn: Sequence[Series]) -> list[Series]:
-    return [each for each in drawn if each.style == "line"]
+def _lines(curves: Sequence[Series]) -> list[Series]:
+    return [curve for curve in curves if curve.style == "line"]
 
 
 _SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
 """In pixels: width of a letter, width of a letter of the title, width of a colour sample with its gaps, height of a legend row."""
 
 
-def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
+def _legend(curves: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
     """The legend, and by how many pixels the plot moves down for it.
 
     The names are to the right of the title, or below it if they would overlap, in as many rows as needed.
     """
     rows: list[list[tuple[int, str]]] = [[]]
-    for index, each in enumerate(drawn):
-        if each.style == "band":  # the line after it names both
+    for index, curve in enumerate(curves):
+        if curve.style == "band":  # the line after it names both
             continue
-        named = (index, shorten(one_line(each.name), 24))
-        if rows[-1] and _across([*rows[-1], named]) > width - _RIGHT:
+        entry = (index, shorten(one_line(curve.name), 24))
+        if rows[-1] and _across([*rows[-1], entry]) > width - _RIGHT:
             rows.append([])
-        rows[-1].append(named)
-    meets = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
-    first = 46 if meets or len(rows) > 1 else 28
+        rows[-1].append(entry)
+    overlaps = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
+    first = 46 if overlaps or len(rows) > 1 else 28
     shapes: list[str] = []
     for number, row in enumerate(rows):
         x, y = float(width - _RIGHT), first + number * _LINE
         for index, name in reversed(row):
-            colour = f"c{_colour(index, drawn)}"
+            colour = f"c{_colour(index, curves)}"
             shapes.append(_label(x, y, name, "faint", "end"))
             x -= _SIGN * len(name) + 8
-            if drawn[index].style == "points":
+            if curves[index].style == "points":
                 dot = f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>'
                 shapes.append(dot)
             else:
-                line = _line(index, drawn)
+                line = _line(index, curves)
                 shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
             x -= _SWATCH - 8
     return shapes, (len(rows) - 1) * _LINE
 
 
-def _across(named: Sequence[tuple[int, str]]) -> float:
-    return sum(_SIGN * len(name) + _SWATCH for _, name in named)
+def _across(entries: Sequence[tuple[int, str]]) -> float:
+    return sum(_SIGN * len(name) + _SWATCH for _, name in entries)
 
 
 def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
