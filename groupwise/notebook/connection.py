@@ -149,9 +149,9 @@ class Connection:
         """The session, if it belongs to this server. Raises UsageError otherwise, because it would silently be computed elsewhere."""
         # If it is not a session at all, the called function reports that.
         if getattr(session, "server", self.url) != self.url:
-            where = "this machine" if session.server is None else session.server
+            owner = "this machine" if session.server is None else session.server
             raise UsageError(
-                f"The session was prepared to compute on {where}, not on {self.url}. Prepare one with the connection that is to train: "
+                f"The session was prepared to compute on {owner}, not on {self.url}. Prepare one with the connection that is to train: "
                 "session = remote.prepare_session(config). To compute where it was prepared, call what it was prepared with."
             )
         _use(self.key)
@@ -164,14 +164,14 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     Raises UsageError if `url` is not text, ClientError if the server does not answer or refuses the key; the environment is then
     restored.
     """
-    given: Any = url
-    if not isinstance(given, str):
+    value: Any = url
+    if not isinstance(value, str):
         raise UsageError(
-            f"url is {given!r}; give the address of a training server, as in connect('http://gpu-machine:8000')."
+            f"url is {value!r}; give the address of a training server, as in connect('http://gpu-machine:8000')."
         )
-    before = os.environ.get(VARIABLE)
-    if before not in _given:
-        _outside[0] = before
+    previous_key = os.environ.get(VARIABLE)
+    if previous_key not in _given:
+        _outside[0] = previous_key
     if api_key is not None:
         _given.add(api_key)
     key = _outside[0] if api_key is None else api_key
@@ -181,7 +181,7 @@ def connect(url: str, api_key: str | None = None) -> Connection:
             client.status()
             return Connection(client.connection.url, key)
     except BaseException:
-        _use(before)
+        _use(previous_key)
         raise
 
 

@@ -48,17 +48,19 @@ def evaluate(
             raise UsageError(
                 f"samples_per_prompt is {samples!r}; it must be a whole number, at least 1, or None."
             )
-    warm = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
+    sets_temperature = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     facts = reward_facts(rewards)
     policy = "base"
     if session.folder is not None and session.weights is not None:
         policy = session.folder.name  # the run by its name, so the results are written there
-        noted = Store.facts(session.folder / RECORD)
-        had, now = comparable(noted.get(FACTS, {}), facts, collected_names(session.folder))
-        if REWARDS in had and differences(had, now):
+        stored_facts = Store.facts(session.folder / RECORD)
+        training_facts, evaluation_facts = comparable(
+            stored_facts.get(FACTS, {}), facts, collected_names(session.folder)
+        )
+        if REWARDS in training_facts and differences(training_facts, evaluation_facts):
             # A mean reward cannot be compared with that of other functions.
-            counted = [name for name, weight in noted["rewards"].items() if weight]
+            counted = [name for name, weight in stored_facts["rewards"].items() if weight]
             tell(
                 f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to "
                 "compare `reward`."
@@ -68,16 +70,16 @@ def evaluate(
         result = evaluated(
             core,
             task,
-            overrides=["eval.temperature=1.0"] if warm else [],
+            overrides=["eval.temperature=1.0"] if sets_temperature else [],
             policy=policy,
             samples_per_prompt=samples,
         )
-    judged = {name: result.interval(name) for name in result.metrics_with_interval}
+    intervals = {name: result.interval(name) for name in result.metrics_with_interval}
     rows = [
         (
             name,
             f"{value:.3f}",
-            f"{judged[name].low:.3f} to {judged[name].high:.3f}" if name in judged else "",
+            f"{intervals[name].low:.3f} to {intervals[name].high:.3f}" if name in intervals else "",
         )
         for name, value in result.metrics.items()
     ]

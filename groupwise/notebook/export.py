@@ -54,9 +54,9 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
         ("adapter", str(adapter)),
     ]
     mirror = drive.mirror_of(config, run.name)
-    place = None if mirror is None else mirror.place_of(run)
-    if place is not None:
-        target = place / f"{run.name}.zip"
+    mirror_folder = None if mirror is None else mirror.place_of(run)
+    if mirror_folder is not None:
+        target = mirror_folder / f"{run.name}.zip"
         with atomic_files.explaining_disk_errors(target):
             building = str(atomic_files.building_path(target))
             atomic_files.publish_file(Path(shutil.make_archive(building, "zip", adapter)), target)

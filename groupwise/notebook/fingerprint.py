@@ -72,9 +72,9 @@ def _plain_value(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         parts = cast("Mapping[Any, Any]", value)
-        return sorted(([repr(key), _plain_value(each)] for key, each in parts.items()), key=str)
+        return sorted(([repr(key), _plain_value(part)] for key, part in parts.items()), key=str)
     if isinstance(value, list | tuple):
-        return [_plain_value(each) for each in cast("Sequence[Any]", value)]
+        return [_plain_value(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, set | frozenset):
         return sorted(map(_plain_value, cast("set[Any]", value)), key=str)
     if hasattr(value, "tolist"):
@@ -107,13 +107,13 @@ class Look:
 
     def _name(self, name: str, value: Any, depth: int = 0) -> str:
         """Queues a value for description under this name, with a number appended if the name is taken."""
-        free, number = name, 1
-        while free in self._taken:
+        unique_name, number = name, 1
+        while unique_name in self._taken:
             number += 1
-            free = f"{name} ({number})"
-        self._taken.add(free)
-        self._next.append((free, value, depth))
-        return free
+            unique_name = f"{name} ({number})"
+        self._taken.add(unique_name)
+        self._next.append((unique_name, value, depth))
+        return unique_name
 
     def _name_around(self, name: str, value: Any) -> None:
         """Queues a module's name once, even if it is met several times."""
@@ -142,43 +142,47 @@ class Look:
         parts = parts_of(value)
         if parts is None or depth >= DEEPEST or len(self._taken) > MOST_NAMES:
             return repr(value) if _is_plain(value) else self._content(name, value, {})
-        for part, each in sorted(parts.items()):
-            self._name(f"{name}.{part}" if name else part, each, depth + 1)
+        for part, part_value in sorted(parts.items()):
+            self._name(f"{name}.{part}" if name else part, part_value, depth + 1)
         return self._itself(value)
 
     def _itself(self, value: Any) -> Any:
         """The value itself, without its parts."""
         if isinstance(value, type):
-            above = [self._class(each) for each in (*value.__bases__, type(value))]
-            return [place_of(value), above]
+            class_names = [self._class(base) for base in (*value.__bases__, type(value))]
+            return [place_of(value), class_names]
         if not isinstance(value, FunctionType):
             return self._class(cast("type[object]", type(value)))
         if not is_users_function(value):
             return place_of(value)
-        for name, each in sorted(globals_used(value).items()):
-            self._name_around(name, each)
+        for name, used_value in sorted(globals_used(value).items()):
+            self._name_around(name, used_value)
         return [place_of(value), _code(value.__code__, value.__doc__)]
 
     def _class(self, value: type) -> str:
         """The class's name. A class of the user is also queued for description under it."""
-        place = place_of(value)
+        qualified_name = place_of(value)
         if is_users_class(value) and id(value) not in self._met:
             self._met[id(value)] = value
-            alike = [each for each in self._classes.values() if place_of(each) == place]
+            namesakes = [
+                known_class
+                for known_class in self._classes.values()
+                if place_of(known_class) == qualified_name
+            ]
             # If a cell was run again, an object may still have the earlier class of the same name.
-            if not alike or self._of_class(value) not in map(self._of_class, alike):
-                self._classes[self._name(place, value)] = value
-        return place
+            if not namesakes or self._of_class(value) not in map(self._of_class, namesakes):
+                self._classes[self._name(qualified_name, value)] = value
+        return qualified_name
 
     def _of_class(self, value: type) -> str:
         """A fingerprint that distinguishes classes of one name."""
-        within = {id(value): (0, value)}
+        seen = {id(value): (0, value)}
         parts, unseen = parts_of(value) or {}, dict(self.unseen)
-        content = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
+        content = [[name, self._content("", parts[name], seen)] for name in sorted(parts)]
         self.unseen = unseen
         return _short(content)
 
-    def _content(self, name: str, value: Any, within: Within) -> Any:
+    def _content(self, name: str, value: Any, seen: Within) -> Any:
         """Plain values for everything in it. `within`: values described already, which may recur if objects refer to each other."""
         kind = cast("type[object]", type(value))
         if kind in CONSTANTS:
@@ -188,47 +192,53 @@ class Look:
         if isinstance(value, FunctionType) and is_users_function(value) and is_global(value):
             self._name_around(place_of(value), value)
             return ["as", place_of(value)]
-        if id(value) in within:
-            return ["again", within[id(value)][0]]
-        within[id(value)] = (len(within), value)
-        describe = functools.partial(self._content, name, within=within)
+        if id(value) in seen:
+            return ["again", seen[id(value)][0]]
+        seen[id(value)] = (len(seen), value)
+        describe = functools.partial(self._content, name, seen=seen)
         if (parts := parts_of(value)) is not None:
             return [self._itself(value), [[part, describe(parts[part])] for part in sorted(parts)]]
         if is_collection(value):
             state = describe(state_of(value)) if is_users_class(kind) else ""
-            return [self._class(kind), state, self._elements(name, value, within)]
+            return [self._class(kind), state, self._elements(name, value, seen)]
         content = self._single(value, describe)
         if content is None:  # only its class is known, and any functions of the user in it
             if not is_silent(value):
                 self.unseen.setdefault(name, place_of(kind))
-            called = getattr(value, "__name__", "")
+            object_name = getattr(value, "__name__", "")
             # The functions in an object of `numpy.vectorize` are an example.
-            held = getattr(value, "__dict__", {}).items()
-            code = {name: each for name, each in held if is_users_code(each)}
-            content = [called if isinstance(called, str) else "", describe(code)]
+            attributes = getattr(value, "__dict__", {}).items()
+            code = {
+                name: attribute_value
+                for name, attribute_value in attributes
+                if is_users_code(attribute_value)
+            }
+            content = [object_name if isinstance(object_name, str) else "", describe(code)]
         return [self._class(kind), content]
 
-    def _elements(self, name: str, value: Any, within: Within) -> Any:
+    def _elements(self, name: str, value: Any, seen: Within) -> Any:
         if isinstance(value, set | frozenset):
-            plain, others = list[str](), list[str]()
-            for each in cast("set[Any]", value):
-                if _is_plain(each):
-                    plain.append(repr(each))
+            plain_texts, other_texts = list[str](), list[str]()
+            for element in cast("set[Any]", value):
+                if _is_plain(element):
+                    plain_texts.append(repr(element))
                 else:  # a set has no order, so each element is described as if it were the first
-                    others.append(json.dumps(self._content(name, each, {**within})))
-            return [*sorted(plain), *sorted(others)]
-        describe = functools.partial(self._content, name, within=within)
+                    other_texts.append(json.dumps(self._content(name, element, {**seen})))
+            return [*sorted(plain_texts), *sorted(other_texts)]
+        describe = functools.partial(self._content, name, seen=seen)
         if not isinstance(value, dict):
-            return [describe(each) for each in value]
+            return [describe(element) for element in value]
         missing = value.default_factory if isinstance(value, defaultdict) else None
         pairs = cast("dict[Any, Any]", value).items()
-        return [describe(missing), [[describe(key), describe(each)] for key, each in pairs]]
+        return [describe(missing), [[describe(key), describe(element)] for key, element in pairs]]
 
     def _single(self, value: Any, describe: Callable[[Any], Any]) -> Any:
         """Description of a value that is not a collection; None if it cannot be described."""
         if isinstance(value, CONSTANTS):  # a value of a subclass
-            plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
-            return [plain.__repr__(value), describe(state_of(value))]
+            base_type: Any = next(
+                base_type for base_type in type(value).__mro__ if base_type in CONSTANTS
+            )
+            return [base_type.__repr__(value), describe(state_of(value))]
         if isinstance(value, Enum):  # of a library
             return [value.name, describe(value.value)]
         if isinstance(value, SAID):
@@ -236,7 +246,7 @@ class Look:
         if isinstance(value, Random):
             return repr(value.getstate())
         if isinstance(value, deque):
-            return [value.maxlen, [describe(each) for each in cast("deque[Any]", value)]]
+            return [value.maxlen, [describe(element) for element in cast("deque[Any]", value)]]
         if isinstance(value, MappingProxyType):
             return describe({**cast("Mapping[Any, Any]", value)})
         if isinstance(value, _BUILT_IN):
@@ -245,49 +255,51 @@ class Look:
         if has(value, "pattern", "flags", "fullmatch"):  # of `re` or `regex`
             return [repr(value.pattern), value.flags]
         if has(value, "tobytes", "tolist", "shape", "dtype"):  # an array of numpy or the like
-            objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
-            held = (
-                describe(value.tolist()) if objects else hashlib.sha256(value.tobytes()).hexdigest()
+            has_objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
+            content = (
+                describe(value.tolist())
+                if has_objects
+                else hashlib.sha256(value.tobytes()).hexdigest()
             )
-            return [str(value.shape), str(value.dtype), held]
+            return [str(value.shape), str(value.dtype), content]
         return None
 
 
 def _code(code: CodeType, doc: str | None = None) -> Any:
     """Plain values that identify the code's behaviour. `doc`: the docstring, which is left out."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    first, *others = code.co_consts or (None,)
-    constants = [None if doc is not None and first == doc else first, *others]
+    first, *remaining = code.co_consts or (None,)
+    constants = [None if doc is not None and first == doc else first, *remaining]
     jumps = code.co_exceptiontable.hex()
-    described = [_constant(each) for each in constants]
-    return [code.co_code.hex(), jumps, code.co_names, arguments, described]
+    described_constants = [_constant(constant) for constant in constants]
+    return [code.co_code.hex(), jumps, code.co_names, arguments, described_constants]
 
 
 def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return _code(value)
     if isinstance(value, tuple):
-        return [_constant(each) for each in cast("tuple[Any, ...]", value)]
+        return [_constant(item) for item in cast("tuple[Any, ...]", value)]
     if isinstance(value, frozenset):
-        return sorted(json.dumps(_constant(each)) for each in cast("frozenset[Any]", value))
+        return sorted(json.dumps(_constant(item)) for item in cast("frozenset[Any]", value))
     return repr(value)
 
 
 def _is_plain(value: Any) -> bool:
     """True if it consists only of constants, lists, tuples and dictionaries. These need no closer look, and word lists are large."""
-    met: set[int] = set()
-    left: list[Any] = [value]
-    while left:
-        each = left.pop()
-        kind = cast("type[object]", type(each))
+    seen_ids: set[int] = set()
+    pending: list[Any] = [value]
+    while pending:
+        item = pending.pop()
+        kind = cast("type[object]", type(item))
         if kind in CONSTANTS:
             continue
         if kind not in (list, tuple, dict):
             return False
-        if id(each) in met:
+        if id(item) in seen_ids:
             if kind is not tuple:  # other containers could contain themselves
                 return False
             continue
-        met.add(id(each))
-        left += [*each.keys(), *each.values()] if isinstance(each, dict) else each
+        seen_ids.add(id(item))
+        pending += [*item.keys(), *item.values()] if isinstance(item, dict) else item
     return True

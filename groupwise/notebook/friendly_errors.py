@@ -25,8 +25,8 @@ class Worded(Strict):
 
     def changed(self, **changes: Any) -> Self:
         """A copy with other values; values that were not given are computed again."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**given, **changes})
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**values, **changes})
 
     if not TYPE_CHECKING:  # type checkers read the fields instead
 
@@ -55,9 +55,11 @@ def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationErr
     """An error that explains everything that is wrong with these values."""
     try:
         validate(kind, tree_of(kind.as_shown(values), kind.__name__))
-    except ConfigError as worded:
-        return worded
-    return ConfigError("\n".join(f"{kind.__name__}: {each}" for each in field_errors(error, kind)))
+    except ConfigError as config_error:
+        return config_error
+    return ConfigError(
+        "\n".join(f"{kind.__name__}: {problem}" for problem in field_errors(error, kind))
+    )
 
 
 def plain_number(value: Any) -> Any:
@@ -75,10 +77,10 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
-        parts = cast("Mapping[Any, Any]", value)
-        return {str(name): _json_value(each) for name, each in parts.items()}
+        mapping = cast("Mapping[Any, Any]", value)
+        return {str(name): _json_value(item) for name, item in mapping.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(each) for each in cast("Sequence[Any]", value)]
+        return [_json_value(item) for item in cast("Sequence[Any]", value)]
     try:
         return json.loads(json.dumps(plain_number(value)))
     except (TypeError, ValueError):

@@ -169,8 +169,8 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
     be changed afterwards.
     """
     refuse_no_config(config)
-    found = credentials.provide(config)
-    mounted = drive.mount(config)
+    credential_sources = credentials.provide(config)
+    drive_rows = drive.mount(config)
     session = make_session(config, server)
     with by_own_names(config):
         run = newest_alike(session.core.config, session.facts)
@@ -178,8 +178,8 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
         rows = list(_lines(session))
     if run is not None:
         rows.append(("earlier run", describe_run(run)))
-    sources = "; ".join(f"{name} from {place}" for name, place in found.items())
-    show(Table("Session", [*rows, *mounted, ("credentials", sources or "none found")]))
+    sources = "; ".join(f"{name} from {source}" for name, source in credential_sources.items())
+    show(Table("Session", [*rows, *drive_rows, ("credentials", sources or "none found")]))
     config.prepared()
     return session
 
@@ -220,8 +220,14 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
 
 def differing(config: TrainingConfig, other: TrainingConfig) -> str:
     """The names of the fields that differ, except credentials; empty if the configs are equal."""
-    own, others = (each.model_dump(exclude={*SECRETS}) for each in (other, config))
-    return ", ".join(name for name in {**own, **others} if own.get(name) != others.get(name))
+    field_values, other_values = (
+        compared.model_dump(exclude={*SECRETS}) for compared in (other, config)
+    )
+    return ", ".join(
+        name
+        for name in {**field_values, **other_values}
+        if field_values.get(name) != other_values.get(name)
+    )
 
 
 def _lines(session: Session) -> Iterator[tuple[str, str]]:
@@ -232,11 +238,11 @@ def _lines(session: Session) -> Iterator[tuple[str, str]]:
     elif session.mesh is None:
         yield "backend", "torch"
     else:
-        found = look()
+        tunix_info = look()
         mesh = " × ".join(f"{axis} {count}" for axis, count in session.mesh.items())
         yield (
             "backend",
-            f"tunix {found.tunix} with jax {found.jax}, {found.devices} × {found.device} as {mesh}",
+            f"tunix {tunix_info.tunix} with jax {tunix_info.jax}, {tunix_info.devices} × {tunix_info.device} as {mesh}",
         )
     yield "model", model_of(config)
     policy = session.lora_policy

@@ -90,58 +90,61 @@ def run_training(
     facts = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)
     core = session.core.config
     with by_own_names(session.config):
-        earlier = newest_alike(core, facts, say=tell) if resume else None
-    if earlier is not None and earlier.state == "finished":
+        previous = newest_alike(core, facts, say=tell) if resume else None
+    if previous is not None and previous.state == "finished":
         tell(
-            f"{earlier.path} was finished with this config, these rows and these rewards; another training would come to the same. "
-            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, earlier)}"
+            f"{previous.path} was finished with this config, these rows and these rewards; another training would come to the same. "
+            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, previous)}"
         )
-        session.folder = earlier.path
-        if (mirror := drive.mirror_of(session.config, earlier.name)) is not None:
-            mirror.keep_finished(earlier.path)
-        with Store.open(earlier.path / RECORD, readonly=True) as store:
-            held_out = {each.name: EvalResult.from_record(each) for each in store.evaluations()}
+        session.folder = previous.path
+        if (mirror := drive.mirror_of(session.config, previous.name)) is not None:
+            mirror.keep_finished(previous.path)
+        with Store.open(previous.path / RECORD, readonly=True) as store:
+            held_out = {
+                evaluation.name: EvalResult.from_record(evaluation)
+                for evaluation in store.evaluations()
+            }
         result = RlResult(
-            read_summary(earlier.path) or {},
-            earlier.path,
+            read_summary(previous.path) or {},
+            previous.path,
             before=held_out.get(BEFORE),
             after=held_out.get(AFTER),
         )
         return _state(session, result)
-    if earlier is not None:
-        name = earlier.name
-        if earlier.state != "running":
-            tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts, earlier)}")
+    if previous is not None:
+        name = previous.name
+        if previous.state != "running":
+            tell(f"{previous.path} was cut off: it goes on.{_not_compared(facts, previous)}")
     else:
-        first, place = run_folder(session.config), session.next_folder
-        name = place.name
-        if place != first:
-            tell(f"The name {first.name} is taken: this run is {place}.")
+        first, folder = run_folder(session.config), session.next_folder
+        name = folder.name
+        if folder != first:
+            tell(f"The name {first.name} is taken: this run is {folder}.")
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
-    watching = [
+    all_callbacks = [
         _SetFolder(session),
         Collected(rewards, facts),
         *([] if mirror is None else [mirror]),
         *callbacks,
     ]
     task = NotebookTask(
-        session.config, session.train_dataset, session.test_dataset, rewards, watching, facts
+        session.config, session.train_dataset, session.test_dataset, rewards, all_callbacks, facts
     )
     with by_own_names(session.config):
-        result = rl(core, task, resume=earlier is not None)
+        result = rl(core, task, resume=previous is not None)
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
     return _state(session, result)
 
 
-def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
+def _not_compared(facts: Mapping[str, Any], previous: RunInfo) -> str:
     """A note on objects that were not compared, and so may have changed unnoticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
-    changed = sorted(collected_names(earlier.path).intersection(facts[USED]))
+    changed = sorted(collected_names(previous.path).intersection(facts[USED]))
     return "".join(
-        f" {why}, and not compared: {', '.join(names)}."
-        for why, names in (
+        f" {reason}, and not compared: {', '.join(names)}."
+        for reason, names in (
             ("Known by type alone", unseen),
             ("Changed by the training itself", changed),
         )
@@ -176,7 +179,7 @@ class Completions(Callback):
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """See `Callback`."""
         stretch = math.ceil(run.max_steps / TABLES)
-        ends = run.step % stretch == 0 or run.step == run.max_steps
-        if ends or run.step == run.first_step + 1:
-            found = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
-            run.say(str(replace(found, title=f"Completions of step {run.step}")))
+        is_section_end = run.step % stretch == 0 or run.step == run.max_steps
+        if is_section_end or run.step == run.first_step + 1:
+            table = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
+            run.say(str(replace(table, title=f"Completions of step {run.step}")))
