@@ -92,14 +92,14 @@ class FakeSampler:
         early = _logprobs(self.table, temperature, params.stop_token_ids)
         stream = Stream(seed)
         ids: list[int] = []
-        drawn: list[float] = []
+        token_logprobs: list[float] = []
         while len(ids) < params.max_tokens and not _ended(ids, params):
             logprobs = early if len(ids) < params.min_tokens else free
             ids.append(_draw(logprobs, stream, greedy=params.temperature == 0))
-            drawn.append(logprobs[ids[-1]])
+            token_logprobs.append(logprobs[ids[-1]])
         return Completion(
             token_ids=tuple(ids),
-            logprobs=tuple(drawn),
+            logprobs=tuple(token_logprobs),
             finish_reason="stop" if _ended(ids, params) else "length",
             seed=seed,
             policy_version=self.version,
@@ -197,11 +197,13 @@ class FakeLearner:
 
 def _at_tokens(table: Sequence[float], row: Row) -> list[list[float]]:
     """The log-probabilities of all letters at each token of a row."""
-    found = [_logprobs(table, row.temperature)] * len(row.completion_ids)
-    for each in row.withheld:
-        without = _logprobs(table, row.temperature, each.token_ids)
-        found[each.start : each.end] = [without] * (each.end - each.start)
-    return found
+    table_by_token = [_logprobs(table, row.temperature)] * len(row.completion_ids)
+    for stretch in row.withheld:
+        masked_logprobs = _logprobs(table, row.temperature, stretch.token_ids)
+        table_by_token[stretch.start : stretch.end] = [masked_logprobs] * (
+            stretch.end - stretch.start
+        )
+    return table_by_token
 
 
 def _logprobs(
@@ -218,10 +220,10 @@ def _logprobs(
 def _draw(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:
     if greedy:
         return max(range(len(logprobs)), key=logprobs.__getitem__)
-    rest = stream.next() / 2**64
+    remaining = stream.next() / 2**64
     for index, logprob in enumerate(logprobs):
-        rest -= math.exp(logprob)
-        if rest < 0:
+        remaining -= math.exp(logprob)
+        if remaining < 0:
             return index
     return len(logprobs) - 1
 

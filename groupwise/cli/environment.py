@@ -88,8 +88,15 @@ class RemoteEnvironmentOptions(EnvironmentOptions):
     @property
     def is_given(self) -> bool:
         """True if an option describes an environment to build."""
-        made = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse, self.index_url)
-        return any(made)
+        build_options = (
+            self.base_python,
+            self.extra,
+            self.also,
+            self.lock,
+            self.wheelhouse,
+            self.index_url,
+        )
+        return any(build_options)
 
     def plan_unless_there(self) -> Plan | None:
         """The environment to build at the place; None: `python` has groupwise already. Raises UsageError."""

@@ -92,11 +92,11 @@ class SuiteOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that were given."""
-        found = {name: value for name, value in asdict(self).items() if value is not None}
+        options = {name: value for name, value in asdict(self).items() if value is not None}
         for name in ("serve", "program"):
-            if name in found:
-                found[name] = tuple(shlex.split(found[name]))
-        return found
+            if name in options:
+                options[name] = tuple(shlex.split(options[name]))
+        return options
 
 
 def evaluate(
@@ -139,14 +139,14 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out prompts of a task, or on suites."""
-    given = suites.given()
+    suite_options = suites.given()
     common = {"samples_per_prompt": samples_per_prompt, "output": output}
     if suite:
         _refuse({"config": config, "task_module": task_module, "overrides": overrides}, "with")
-        given |= {name: value for name, value in common.items() if value is not None}
-        _evaluate_suites(tuple(suite), policy, given, dry_run=dry_run, as_json=as_json)
+        suite_options |= {name: value for name, value in common.items() if value is not None}
+        _evaluate_suites(tuple(suite), policy, suite_options, dry_run=dry_run, as_json=as_json)
         return
-    _refuse(given, "without")
+    _refuse(suite_options, "without")
     if config is None and not overrides:
         raise typer.BadParameter(
             "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
@@ -186,8 +186,13 @@ def _evaluate_task(
     sides = [side_of_file(result.path) for result in results if result.path]
     comparisons = [compare_sides(sides[0], other) for other in sides[1:]]
     if as_json:
-        found = [result.summary for result in results]
-        write_json({"evaluations": found, "comparisons": [each.summary() for each in comparisons]})
+        summaries = [result.summary for result in results]
+        write_json(
+            {
+                "evaluations": summaries,
+                "comparisons": [comparison.summary() for comparison in comparisons],
+            }
+        )
         return
     for number, comparison in enumerate(comparisons):
         typer.echo("\n" if number else "", nl=False)
@@ -197,7 +202,7 @@ def _evaluate_task(
 def _evaluate_suites(
     suites: tuple[str, ...],
     policies: list[str] | None,
-    given: dict[str, Any],
+    suite_options: dict[str, Any],
     *,
     dry_run: bool,
     as_json: bool,
@@ -214,35 +219,35 @@ def _evaluate_suites(
 
     if policies and len(policies) > 1:
         raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
-    request = SuitesAsked(suites, policy=policies[0] if policies else None, **given)
+    request = SuitesAsked(suites, policy=policies[0] if policies else None, **suite_options)
     if dry_run:
         write_json(plan(request))
         return
-    found = evaluate_suites(request, lambda text: typer.echo(text, err=True))
+    result = evaluate_suites(request, lambda text: typer.echo(text, err=True))
     if as_json:
-        write_json(found.summary)
-        raise typer.Exit(found.exit_code)
-    if found.results:
+        write_json(result.summary)
+        raise typer.Exit(result.exit_code)
+    if result.results:
         rows = [
             (
                 name,
-                str(interval_of(each)),
-                str(each["prompts"]),
-                str(each["samples"]),
-                f"{each['seconds']:.0f} s",
-                str(each.get("results", found.path)),
+                str(interval_of(suite_result)),
+                str(suite_result["prompts"]),
+                str(suite_result["samples"]),
+                f"{suite_result['seconds']:.0f} s",
+                str(suite_result.get("results", result.path)),
             )
-            for name, each in found.results.items()
+            for name, suite_result in result.results.items()
         ]
         print_table([("suite", f"{METRIC} [95 %]", "prompts", "samples", "time", "results"), *rows])
-    for name, reason in found.failed.items():
+    for name, reason in result.failed.items():
         print_text(f"{name} failed: {reason}")
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(result.exit_code)
 
 
-def _refuse(given: dict[str, Any], how: str) -> None:
+def _refuse(options: dict[str, Any], how: str) -> None:
     """Raise BadParameter for options that would have no effect."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
             option = {"runs_dir": "--dir", "overrides": "key=value"}.get(
                 name, f"--{name.replace('_', '-')}"

@@ -246,19 +246,21 @@ def generate(
     from groupwise.cli.output import write_json, write_result
     from groupwise.training.generation.generate import generate as run
 
-    given = {name: each for name, each in asdict(options).items() if each is not None}
+    options_given = {name: value for name, value in asdict(options).items() if value is not None}
     if options.extra is not None:
         try:
-            given["extra"] = json.loads(options.extra)
+            options_given["extra"] = json.loads(options.extra)
         except ValueError as error:
             raise typer.BadParameter(f"--extra is not JSON: {error}.") from error
-        if not isinstance(given["extra"], dict):
+        if not isinstance(options_given["extra"], dict):
             raise typer.BadParameter('--extra is not a JSON object, such as {"min_p": 0.1}.')
     if client_replicas is not None:  # the limit counts for each client
         from groupwise.training.generation.config import CONCURRENCY
 
-        given["concurrency"] = given.get("concurrency", CONCURRENCY) * client_replicas
-    result = run(dry_run=dry_run, **given)
+        options_given["concurrency"] = (
+            options_given.get("concurrency", CONCURRENCY) * client_replicas
+        )
+    result = run(dry_run=dry_run, **options_given)
     if dry_run:
         write_json(result.summary)
     else:

@@ -89,16 +89,16 @@ def init(
 
     on_finding = None if as_json else findings.show_finding
     if foreign is not None:
-        beside = {
+        other_options = {
             "--task": task,
             "--model": model,
             "--for": command,
             "key=value words": overrides,
             "--no-measure": no_measure or None,
         }
-        if idle := [name for name, value in beside.items() if value is not None]:
+        if ignored := [name for name, value in other_options.items() if value is not None]:
             raise UsageError(
-                f"{', '.join(idle)} has no effect with --from, whose file says everything. Leave it out, and change what it wrote."
+                f"{', '.join(ignored)} has no effect with --from, whose file says everything. Leave it out, and change what it wrote."
             )
         report = init_from(
             foreign, processes=processes, out=out, force=force, on_finding=on_finding

@@ -38,7 +38,7 @@ def write_json(data: Any) -> None:
     """Write one JSON document to stdout. NaN becomes null, and values of other types become their text."""
     ascii_only = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
     text = json.dumps(without_nan(data), indent=2, ensure_ascii=ascii_only, default=str)
-    typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    typer.echo(_COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 CANCELLED_CODE = 130
@@ -67,9 +67,9 @@ def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
         typer.echo(f"{name:<{width}}  {text}".rstrip())
 
 
-def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
-        name = f"{above}{key}"
+        name = f"{prefix}{key}"
         inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
         if inner is None:
             yield name, _text(value)
@@ -153,7 +153,7 @@ def _as_word(error: Any) -> str:
     """How to give an unknown flag that is a key of the config (`--num_generations 8`) as a word; empty for other flags and commands."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)
-    if not option or "overrides" not in {each.name for each in context.command.params}:
+    if not option or "overrides" not in {param.name for param in context.command.params}:
         return ""
     from groupwise.core.errors import ConfigError
     from groupwise.training.config import load_config
@@ -163,8 +163,8 @@ def _as_word(error: Any) -> str:
     try:
         load = load_sft_config if context.info_name == "sft" else load_config
         load({"model": {"name": "tiny"}, name: None})
-    except ConfigError as wrong:
-        problem = wrong.message.removeprefix("config: ")
+    except ConfigError as config_error:
+        problem = config_error.message.removeprefix("config: ")
         if "the nearest are" in problem:
             return ""  # not a key of any known framework
         return f". Keys of the config are words without dashes, as training.seed=1: {problem}"

@@ -75,11 +75,11 @@ class ResumeOptions:
 
         A fleet runs the same command for every attempt of a job; if an earlier attempt wrote a checkpoint, the next one resumes from it.
         """
-        given = asdict(self)
+        options = asdict(self)
         if checkpoint := os.environ.get(RESUME_VARIABLE):
             typer.echo(f"resuming from {checkpoint}, which {RESUME_VARIABLE} names", err=True)
-            return {**dict.fromkeys(given), "resume": False, "resume_from": checkpoint}
-        return given
+            return {**dict.fromkeys(options), "resume": False, "resume_from": checkpoint}
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def rl(
     elif as_json:
         write_result(result.summary, as_json=True)
     else:
-        summary = {name: each for name, each in result.summary.items() if name != "advice"}
+        summary = {name: value for name, value in result.summary.items() if name != "advice"}
         write_result(summary, as_json=False)
         print_advice(result.summary.get("advice", ()))
         if "run" in result.summary:

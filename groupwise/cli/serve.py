@@ -88,8 +88,8 @@ def serve(
 
     from groupwise.server.settings import read_settings
 
-    given = {name: value for name, value in asdict(options).items() if value is not None}
-    settings = read_settings(config, os.environ, given, tuple(words or ()))
+    options_given = {name: value for name, value in asdict(options).items() if value is not None}
+    settings = read_settings(config, os.environ, options_given, tuple(words or ()))
     _serve(settings, start_with)
 
 
@@ -117,17 +117,17 @@ def _serve(settings: ServerConfig, start_with: Path | None) -> None:
     raise typer.Exit(serve(settings, keys, request, in_front=pages))
 
 
-def _print_new_key(word: str) -> None:
+def _print_new_key(role_name: str) -> None:
     from groupwise.api.schemas.keys import Role, new_key
     from groupwise.core.errors import UsageError
 
-    role = Role.by_name(word)
+    role = Role.by_name(role_name)
     if role is None:
         roles = ", ".join(role.word for role in Role)
-        raise UsageError(f"--new-key {word}: there is no such role; the roles are {roles}.")
-    made = new_key(role)
-    typer.echo(f"key   {made.key}")
-    typer.echo(f"line  {made.line}")
+        raise UsageError(f"--new-key {role_name}: there is no such role; the roles are {roles}.")
+    key = new_key(role)
+    typer.echo(f"key   {key.key}")
+    typer.echo(f"line  {key.line}")
     typer.echo(
         "The key is for the caller and is not shown again. The line is for the server's key file; it does not contain the key.",
         err=True,

@@ -140,7 +140,7 @@ class ResumeFlags(ResumeOptions):
 
 def train_grpo(
     *,
-    given: FlagOptions,
+    flag_options: FlagOptions,
     overrides: Overrides = None,
     start: ResumeFlags,
     dry_run: Annotated[
@@ -155,13 +155,13 @@ def train_grpo(
     from groupwise.jobs.launch.train_grpo import Flags
     from groupwise.jobs.launch.train_grpo import train_grpo as train
 
-    flags = asdict(given)
+    flags = asdict(flag_options)
     missing = [
         f"  --{name}: {text}" for name, text in EXAMPLES.items() if flags[name] in (None, [])
     ]
     if missing:
         raise UsageError("\n".join(["These are needed:", *missing]))
-    flags["reward_function"] = tuple(given.reward_function)
+    flags["reward_function"] = tuple(flag_options.reward_function)
     result = train(Flags(**flags), tuple(overrides or ()), dry_run=dry_run, **start.keywords())
     if dry_run:
         write_json(result.summary)

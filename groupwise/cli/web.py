@@ -74,22 +74,22 @@ def web(
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
 
-    plain = os.environ.get(VARIABLE)
+    plain_key = os.environ.get(VARIABLE)
 
     def tell(address: str) -> None:
-        keys = [f"that of {VARIABLE}"] if plain else []
+        keys = [f"that of {VARIABLE}"] if plain_key else []
         keys += [f"one of {key_file}"] if key_file else []
-        opened = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
-        say(f"the runs of {dir} are shown at {address}{opened} (Ctrl-C ends it)")
+        key_hint = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
+        say(f"the runs of {dir} are shown at {address}{key_hint} (Ctrl-C ends it)")
 
-    with _watched_fleet(fleet) as of_fleet, _watched_server(server) as of_server:
-        raise typer.Exit(serve(settings, plain, tell, of_fleet, of_server))
+    with _watched_fleet(fleet) as watched_fleet, _watched_server(server) as watched_server:
+        raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))
 
 
 @contextmanager
-def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
+def _watched_fleet(address: str | None) -> Generator[WatchedFleet | None]:
     """The fleet to show; None if none was requested."""
-    if place is None:
+    if address is None:
         yield None
         return
     from groupwise.cli.fleet.access import fleet, require_installed
@@ -97,7 +97,7 @@ def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
     from groupwise.dashboard.sources.fleet import TIMEOUT, WatchedFleet
 
     require_installed()
-    with fleet(place, timeout=TIMEOUT) as found, ending(WatchedFleet(found)) as watched:
+    with fleet(address, timeout=TIMEOUT) as client, ending(WatchedFleet(client)) as watched:
         yield watched
 
 

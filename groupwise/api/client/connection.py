@@ -59,11 +59,11 @@ class Outage:
     @contextmanager
     def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
         """Report to this function instead of the log while the context lasts."""
-        before, self.report = self.report, report
+        previous, self.report = self.report, report
         try:
             yield
         finally:
-            self.report = before
+            self.report = previous
 
     def begins(self, error: ClientError, seconds: float) -> None:
         """Report that a call failed and will be retried for up to `seconds`, unless the outage was reported already."""

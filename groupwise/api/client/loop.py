@@ -77,8 +77,10 @@ class TrainingSummary:
     @property
     def rewards(self) -> dict[int, float]:
         """The mean reward of each step that has one."""
-        found = {step: metrics.get("reward") for step, metrics in sorted(self.metrics.items())}
-        return {step: reward for step, reward in found.items() if reward is not None}
+        rewards_by_step = {
+            step: metrics.get("reward") for step, metrics in sorted(self.metrics.items())
+        }
+        return {step: reward for step, reward in rewards_by_step.items() if reward is not None}
 
 
 def train(
@@ -144,10 +146,10 @@ async def train_async(
     draws = _Draws(first, (target - done) * status.groups_per_step)
     name = f"{status.run_id} on {client.connection.url}"
     view = Progress(name, target, done) if progress else None
-    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as shown:
+    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as contexts:
         if view is not None:
-            shown.enter_context(view)
-            shown.enter_context(client.connection.outage.reported_to(view.note))
+            contexts.enter_context(view)
+            contexts.enter_context(client.connection.outage.reported_to(view.note))
         scoring = _Scoring(reward_function, thread, status.groups_per_step, target, len(examples))
         loop = _Loop(client, examples, scoring, draws, sampling or {}, status, target, view)
         await loop.run(concurrency)
@@ -160,12 +162,12 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
         raise UsageError("There are no examples. Give a list of mappings with at least `prompt`.")
     if steps < 1 or concurrency < 1:
         raise UsageError(f"steps is {steps} and concurrency {concurrency}; both are at least 1.")
-    for place, example in enumerate(examples):
+    for index, example in enumerate(examples):
         if "prompt" not in example:
-            raise UsageError(f"Example {place} has no `prompt`; it has: {', '.join(example)}.")
-        if wrong := set(example) & set(RESERVED):
+            raise UsageError(f"Example {index} has no `prompt`; it has: {', '.join(example)}.")
+        if reserved := set(example) & set(RESERVED):
             raise UsageError(
-                f"Example {place} has a column `{min(wrong)}`, which is an argument that every reward function gets. Rename it."
+                f"Example {index} has a column `{min(reserved)}`, which is an argument that every reward function gets. Rename it."
             )
     check_columns(cast("RewardCallable", function), list(examples[0]), "reward_function")
 
@@ -365,9 +367,11 @@ class _Loop:
                 elif event.message and event.kind != EventKind.CHECKPOINT:
                     self._warn(event.message)
                 if event.kind in CHANGES_COUNTS:
-                    now, before = (await self._client.status()).counters, self._begun.counters
-                    lost = now.stale + now.quarantined - before.stale - before.quarantined
-                    await self._draws.lost(lost)
+                    counters, initial = (await self._client.status()).counters, self._begun.counters
+                    lost_groups = (
+                        counters.stale + counters.quarantined - initial.stale - initial.quarantined
+                    )
+                    await self._draws.lost(lost_groups)
 
     def _step(self, event: EventData) -> None:
         if event.step is None or event.step < (self._begun.step or 0):
@@ -375,8 +379,8 @@ class _Loop:
         metrics = event.metrics or {}
         self.metrics[event.step] = metrics
         if self._view is not None:
-            known = {name: value for name, value in metrics.items() if value is not None}
-            self._view.step(event.step, known)
+            finite_metrics = {name: value for name, value in metrics.items() if value is not None}
+            self._view.step(event.step, finite_metrics)
 
     def _warn(self, text: str) -> None:
         if self._view is not None:

@@ -49,13 +49,13 @@ class EventReader:
         )
         *blocks, rest = text.split(b"\n\n")
         self._rest = rest + b"\r" * has_open_return
-        found = [event for block in blocks if (event := _event(block)) is not None]
-        new: list[EventData] = []
-        for event in found:
+        parsed = [event for block in blocks if (event := _event(block)) is not None]
+        new_events: list[EventData] = []
+        for event in parsed:
             if self.last_id is None or event.id > self.last_id:
                 self.last_id = event.id
-                new.append(event)
-        return new
+                new_events.append(event)
+        return new_events
 
 
 def _event(block: bytes) -> EventData | None:

@@ -284,8 +284,8 @@ class TrainingClient:
                     for chunk in response.iter_bytes():
                         patience.renew()
                         yield from reader.feed(chunk)
-            except httpx2.RequestError as lost:
-                error, _ = network_failure(lost, self.connection)
+            except httpx2.RequestError as request_error:
+                error, _ = network_failure(request_error, self.connection)
             self._sleep(patience.wait(error))
 
     def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
@@ -326,20 +326,22 @@ class TrainingClient:
         caller closes the response. `patience` and `timeout` override the client's.
         """
         connection = self.connection
-        left = Patience(connection.patience if patience is None else patience, connection.timing)
-        silence = connection.timeout if timeout is None else timeout
-        own = {} if method == "GET" else {HEADER: new_idempotency_key()}
+        retry_budget = Patience(
+            connection.patience if patience is None else patience, connection.timing
+        )
+        read_timeout = connection.timeout if timeout is None else timeout
+        default_headers = {} if method == "GET" else {HEADER: new_idempotency_key()}
         if body is not None:
-            own["Content-Type"] = "application/json"
+            default_headers["Content-Type"] = "application/json"
         request = self._http.build_request(
             method,
             path,
-            headers={**own, **(headers or {})},
+            headers={**default_headers, **(headers or {})},
             params=query,
             content=body,
             # The server may delay the response by `server_wait` seconds, which must not count as silence.
             timeout=httpx2.Timeout(
-                silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
+                read_timeout + server_wait, connect=min(CONNECT_TIMEOUT, read_timeout), pool=None
             ),
         )
         while True:
@@ -351,13 +353,13 @@ class TrainingClient:
                     return response
                 response.read()
                 response.close()
-                error, may_pass = refusal(response, connection)
-            except httpx2.RequestError as lost:
-                error, may_pass = network_failure(lost, connection)
-            if not may_pass:
+                error, retryable = refusal(response, connection)
+            except httpx2.RequestError as request_error:
+                error, retryable = network_failure(request_error, connection)
+            if not retryable:
                 raise error
-            wait = left.wait(error)
-            connection.outage.begins(error, left.left)
+            wait = retry_budget.wait(error)
+            connection.outage.begins(error, retry_budget.left)
             self._sleep(wait)
 
     def _sleep(self, seconds: float) -> None:

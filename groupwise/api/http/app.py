@@ -105,15 +105,15 @@ def assemble(
         return app.openapi_schema
 
     @cache
-    def written() -> bytes:
+    def document_bytes() -> bytes:
         return json.dumps(document()).encode()
 
     async def answer() -> Response:
         """This document."""
-        return Response(written(), media_type="application/json")
+        return Response(document_bytes(), media_type="application/json")
 
     app.openapi = document
-    shown = Route(
+    document_route = Route(
         method="GET",
         path="/openapi.json",
         handler=answer,
@@ -121,14 +121,14 @@ def assemble(
         tag="health",
         answer=dict[str, Any],
     )
-    for route in (*routes, shown):
+    for route in (*routes, document_route):
         _add(app, route, shared.role_words)
     app.add_exception_handler(RequestValidationError, cast("Any", _invalid))
     app.add_exception_handler(HTTPException, cast("Any", _no_such_route))
     # The middleware that is added last is the outermost.
     app.add_middleware(cast("Any", BodyRead), shared=shared)
     app.add_middleware(cast("Any", Guarded), shared=shared, who=caller_of, local_only=local_only)
-    table = RouteTable((*routes, shown))
+    table = RouteTable((*routes, document_route))
     app.add_middleware(cast("Any", Observed), shared=shared, table=table)
     return app
 
@@ -148,13 +148,13 @@ def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
 
 def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
     """Add a route; in the document, with an example of every problem that it answers with, by status."""
-    by_status: dict[int | str, list[str]] = {}
+    codes_by_status: dict[int | str, list[str]] = {}
     for code in sorted(route.all_codes):
-        by_status.setdefault(KINDS[code].status, []).append(code)
+        codes_by_status.setdefault(KINDS[code].status, []).append(code)
     responses: dict[int | str, dict[str, Any]] = {}
-    for status, codes in sorted(by_status.items(), key=lambda each: str(each[0])):
+    for status, codes in sorted(codes_by_status.items(), key=lambda entry: str(entry[0])):
         problems = [(code, Refusal(code).problem(EXAMPLE_INSTANCE)) for code in codes]
-        examples = {code: {"value": each.model_dump(mode="json")} for code, each in problems}
+        examples = {code: {"value": problem.model_dump(mode="json")} for code, problem in problems}
         schema = {"$ref": "#/components/schemas/Problem"}
         responses[status] = {
             "description": "\n\n".join(f"`{code}`: {KINDS[code].meaning}" for code in codes),
@@ -202,13 +202,13 @@ class _StrictRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             route = facts_of(request.scope).route
-            known = [field.alias for field in self.dependant.query_params]
-            unknown = [name for name in request.query_params if name not in known]
+            known_names = [field.alias for field in self.dependant.query_params]
+            unknown = [name for name in request.query_params if name not in known_names]
             # Routes without a key, for health probes, accept any parameters.
             if route is not None and route.role is not None and unknown:
                 name = unknown[0]
-                near = difflib.get_close_matches(name, known, n=1)
-                existing = f"there are: {', '.join(known) or 'none'}"
+                near = difflib.get_close_matches(name, known_names, n=1)
+                existing = f"there are: {', '.join(known_names) or 'none'}"
                 hint = f"did you mean {near[0]}?" if near else existing
                 message = f"is not a query parameter of {route.name}; {hint}"
                 error = FieldError(field=printable(name)[:100], message=message)
@@ -237,18 +237,19 @@ async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
 
 
 async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
-    where = f"{request.method} {request.url.path[:200]}"
+    request_line = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         raise Refusal(
-            "not_found", f"There is no route {where}; GET /openapi.json has those there are."
+            "not_found", f"There is no route {request_line}; GET /openapi.json has those there are."
         )
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        facts_of(request.scope).headers["Allow"] = allowed
+        allowed_methods = (error.headers or {}).get("Allow", "")
+        facts_of(request.scope).headers["Allow"] = allowed_methods
         raise Refusal(
-            "method_not_allowed", f"There is no route {where}; this address takes {allowed}."
+            "method_not_allowed",
+            f"There is no route {request_line}; this address takes {allowed_methods}.",
         )
-    raise Refusal("invalid_request", f"{where} cannot be answered: {error.detail}")
+    raise Refusal("invalid_request", f"{request_line} cannot be answered: {error.detail}")
 
 
 # The document

@@ -67,8 +67,8 @@ class Bodies:
 
     async def _whole(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
-        size, more = 0, True
-        while more:
+        size, more_body = 0, True
+        while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -76,7 +76,7 @@ class Bodies:
             size += len(parts[-1])
             if size > self._most:
                 raise self._too_large()
-            more = message.get("more_body", False)
+            more_body = message.get("more_body", False)
         return b"".join(parts)
 
     def give_up(self) -> None:

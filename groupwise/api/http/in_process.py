@@ -30,11 +30,11 @@ class InProcessTransport(httpx2.BaseTransport):
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the application's event loop, and wait for the result."""
-        begun = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return begun.result()
+            return future.result()
         except BaseException:  # Ctrl-C, too: the caller no longer waits for the result
-            begun.cancel()
+            future.cancel()
             raise
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -111,11 +111,11 @@ class _AnswerBody(httpx2.SyncByteStream):
         return message
 
     def __iter__(self) -> Iterator[bytes]:
-        more = True
-        while more:
+        more_body = True
+        while more_body:
             message = self.next_message()
             yield message.get("body", b"")
-            more = message.get("more_body", False)
+            more_body = message.get("more_body", False)
         self._answering.result()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class _AnswerBody(httpx2.SyncByteStream):
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in other_tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*other_tasks, return_exceptions=True)

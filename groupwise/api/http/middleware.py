@@ -72,7 +72,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not _SAFE_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
@@ -82,7 +82,9 @@ class Observed:
         try:
             await self._answer(scope, receive, answer)
         finally:
-            self._report(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
+            self._report(
+                scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - start_time
+            )
         if facts.code:
             await self._shared.refused(facts)
 
@@ -94,8 +96,8 @@ class Observed:
         except ClientGone:
             answer.status = CLIENT_GONE
         except Exception as error:  # the boundary: a bug in one request must not affect others, and its details go to the log only
-            if (known := self._shared.refusal_of(error)) is not None:
-                await answer.refuse(known)
+            if (known_refusal := self._shared.refusal_of(error)) is not None:
+                await answer.refuse(known_refusal)
                 return
             facts = facts_of(scope)
             logger.exception(
@@ -214,8 +216,8 @@ class BodyRead:
                 kind.startswith("application/") and kind.endswith("+json")
             )
             if body and not route.takes_bytes and not is_json:
-                wrong = FieldError(field="Content-Type", message="must be application/json")
-                raise Refusal("unsupported_media_type", errors=(wrong,))
+                field_error = FieldError(field="Content-Type", message="must be application/json")
+                raise Refusal("unsupported_media_type", errors=(field_error,))
         try:
             await _while_client_listens(self._app, scope, body, receive, send)
         finally:
@@ -240,7 +242,7 @@ async def _while_client_listens(
         if not is_read:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.shield(gone)
+        await asyncio.shield(client_gone)
         return {"type": "http.disconnect"}
 
     async def send_and_note(message: Message) -> None:
@@ -249,18 +251,18 @@ async def _while_client_listens(
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             is_answered = True
 
-    gone = asyncio.ensure_future(disconnected())
-    work = asyncio.ensure_future(app(scope, receive_body, send_and_note))
+    client_gone = asyncio.ensure_future(disconnected())
+    response_task = asyncio.ensure_future(app(scope, receive_body, send_and_note))
     try:
         if route is None or route.ends_with_client:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not is_answered:
-                work.cancel()
-                await asyncio.wait((work,))
+            await asyncio.wait((response_task, client_gone), return_when=asyncio.FIRST_COMPLETED)
+            if not response_task.done() and not is_answered:
+                response_task.cancel()
+                await asyncio.wait((response_task,))
                 raise ClientGone
-        await work
+        await response_task
     finally:
-        gone.cancel()
-        if not work.done():
-            work.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        client_gone.cancel()
+        if not response_task.done():
+            response_task.cancel()
+        await asyncio.gather(response_task, client_gone, return_exceptions=True)

@@ -75,22 +75,24 @@ class RequestMetrics:
 
     def lines(self) -> Iterator[str]:
         """All metrics in the text format."""
-        answered = [
+        request_samples = [
             ({"route": route, "status": status}, count)
             for (route, status), count in sorted(self.requests.items())
         ]
-        yield from family("http_requests_total", "counter", "By route and status.", answered)
-        refused = [({"code": code}, count) for code, count in sorted(self.refusals.items())]
-        yield from family("refusals_total", "counter", "By the code of the problem.", refused)
+        yield from family("http_requests_total", "counter", "By route and status.", request_samples)
+        refusal_samples = [({"code": code}, count) for code, count in sorted(self.refusals.items())]
+        yield from family(
+            "refusals_total", "counter", "By the code of the problem.", refusal_samples
+        )
         name = f"{PREFIX}http_request_seconds"
         yield from _head(name, "histogram", "Until the last byte of the answer.")
         for route, histogram in sorted(self.seconds.items()):
-            below = 0
+            cumulative = 0
             for bound, count in zip((*LATENCIES, float("inf")), histogram.counts, strict=True):
-                below += count
-                yield f"{name}_bucket{_labels({'route': route, 'le': _number(bound)})} {below}"
+                cumulative += count
+                yield f"{name}_bucket{_labels({'route': route, 'le': _number(bound)})} {cumulative}"
             yield f"{name}_sum{_labels({'route': route})} {_number(histogram.total)}"
-            yield f"{name}_count{_labels({'route': route})} {below}"
+            yield f"{name}_count{_labels({'route': route})} {cumulative}"
         yield from one("event_streams", "gauge", "Open now.", self.event_streams)
         cpu = os.times().user + os.times().system
         yield from plain("process_cpu_seconds_total", "counter", "Of the HTTP process.", cpu)

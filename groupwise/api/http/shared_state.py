@@ -48,13 +48,15 @@ class Buckets:
         """Take one request from the bucket; returns 0, or the seconds until one is available."""
         now = self._clock()
         full_since = now - self._burst / self._per_second
-        while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
-            del self._left[oldest]
-        left, since = self._left.pop(key_id, (float(self._burst), now))
-        left = min(left + (now - since) * self._per_second, float(self._burst))
-        enough = left >= 1
-        self._left[key_id] = (left - 1 if enough else left, now)
-        return 0.0 if enough else (1 - left) / self._per_second
+        while (oldest_key := next(iter(self._left), None)) and self._left[oldest_key][
+            1
+        ] <= full_since:
+            del self._left[oldest_key]
+        tokens, updated_at = self._left.pop(key_id, (float(self._burst), now))
+        tokens = min(tokens + (now - updated_at) * self._per_second, float(self._burst))
+        has_token = tokens >= 1
+        self._left[key_id] = (tokens - 1 if has_token else tokens, now)
+        return 0.0 if has_token else (1 - tokens) / self._per_second
 
 
 @dataclass(slots=True)

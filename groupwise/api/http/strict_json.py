@@ -85,12 +85,12 @@ async def parse_aside(text: bytes) -> Any:
 
 def check_number(text: bytes, lists: int, texts: int) -> None:
     """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed; counts them without parsing."""
-    beyond = islice(_TEXT.finditer(text), texts, None)
-    if text.count(b'"') > 2 * texts and next(beyond, None) is not None:
+    excess_texts = islice(_TEXT.finditer(text), texts, None)
+    if text.count(b'"') > 2 * texts and next(excess_texts, None) is not None:
         raise NotStrict(f"there are more than {texts:,} texts in it")
     if text.count(b"[") + text.count(b"{") > lists:
-        bare = _TEXT.sub(b"", text)
-        if bare.count(b"[") + bare.count(b"{") > lists:
+        stripped = _TEXT.sub(b"", text)
+        if stripped.count(b"[") + stripped.count(b"{") > lists:
             raise NotStrict(f"there are more than {lists:,} lists and objects in it")
 
 
@@ -122,7 +122,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `object_pairs_hook`: refuses duplicate keys, and more than MOST_KEYS keys."""
     if len(pairs) > MOST_KEYS:
         raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise NotStrict("a key stands twice in an object")
-    return found
+    return mapping

@@ -152,7 +152,7 @@ class Client:
         `extra` holds further fields of the request; None as a value removes a field. If a service returns fewer choices than
         requested, the rest is requested again, with the seed increased by the number received; `or_fewer` accepts fewer.
         """
-        body = {"model": self.endpoint.model, "messages": [dict(each) for each in messages]}
+        body = {"model": self.endpoint.model, "messages": [dict(message) for message in messages]}
         knobs = _knobs(temperature, top_p, max_tokens, stop)
         return await self._choices(
             "/chat/completions", body | knobs, n, seed, extra or {}, or_fewer
@@ -199,9 +199,9 @@ class Client:
     ) -> Choices:
         answer = await self._some(path, body, n, seed, extra)
         while len(answer.texts) < n and not or_fewer:
-            got = len(answer.texts)
-            later = None if seed is None else seed + got
-            answer += await self._some(path, body, n - got, later, extra)
+            received = len(answer.texts)
+            next_seed = None if seed is None else seed + received
+            answer += await self._some(path, body, n - received, next_seed, extra)
         return answer.first(n)
 
     async def _some(
@@ -214,9 +214,9 @@ class Client:
     ) -> Choices:
         """Request up to `n` choices, and return at least one; exactly one if the service refuses to return several."""
         n = 1 if self._one_at_a_time else n
-        several: dict[str, Any] = {} if n == 1 else {"n": n}
-        seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
-        body_sent = {**body, **several, **seeded, **extra}
+        count_fields: dict[str, Any] = {} if n == 1 else {"n": n}
+        seed_fields: dict[str, Any] = {} if seed is None else {"seed": seed}
+        body_sent = {**body, **count_fields, **seed_fields, **extra}
         body_sent = {name: value for name, value in body_sent.items() if value is not None}
         try:
             return await self.ask(
@@ -301,8 +301,8 @@ class Client:
     def _error(self, method: str, path: str, what: str, status: int | None) -> EndpointError:
         message = f"{method} {self.endpoint.base_url}{path}: {what}"
         if status in (401, 403):
-            there = "holds a key that is refused" if self._key else "is not set"
-            message += f"\nThe environment variable {self.endpoint.api_key_env} {there}."
+            key_problem = "holds a key that is refused" if self._key else "is not set"
+            message += f"\nThe environment variable {self.endpoint.api_key_env} {key_problem}."
         return EndpointError(message.replace(self._key, "…") if self._key else message, status)
 
 

@@ -75,14 +75,14 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 def read_answer(body: bytes, requested_model: str) -> Choices:
     """The choices in a body of /chat/completions or /completions, in order. Raises EndpointError."""
     value = read_json(body)
-    listed: object = value.get("choices")
-    if not isinstance(listed, list) or not listed:
+    choice_list: object = value.get("choices")
+    if not isinstance(choice_list, list) or not choice_list:
         raise EndpointError(f"answered without choices: {excerpt(body)}")
-    choices = [_mapping(choice) for choice in cast("list[Any]", listed)]
+    choices = [_mapping(choice) for choice in cast("list[Any]", choice_list)]
     # Sort by `index`: services may list choices in the order in which they finish.
     indices = [choice.get("index") for choice in choices]
-    if sorted(each for each in indices if isinstance(each, int)) == list(range(len(choices))):
-        choices = [choices[indices.index(place)] for place in range(len(choices))]
+    if sorted(index for index in indices if isinstance(index, int)) == list(range(len(choices))):
+        choices = [choices[indices.index(index)] for index in range(len(choices))]
     texts: list[str] = []
     reasons: list[str | None] = []
     for choice in choices:
@@ -179,5 +179,5 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
-def _sum(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else one + other
+def _sum(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else first + second

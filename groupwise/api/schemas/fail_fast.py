@@ -37,5 +37,5 @@ def _fail_fast(schema: object) -> None:
         for key in inner.keys() - {"metadata", "serialization"}:
             _fail_fast(inner[key])
     elif isinstance(schema, list | tuple):
-        for each in cast("list[object]", schema):
-            _fail_fast(each)
+        for item in cast("list[object]", schema):
+            _fail_fast(item)

@@ -43,15 +43,15 @@ def new_idempotency_key() -> str:
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:
     """The key of a request; None where it has none. Raises `invalid_request` where it is no key, or there are two."""
-    found = {name.lower(): value for name, value in headers.items()}
-    given = {found[name.lower()] for name in HEADERS if name.lower() in found}
-    if not given:
+    lower_headers = {name.lower(): value for name, value in headers.items()}
+    keys = {lower_headers[name.lower()] for name in HEADERS if name.lower() in lower_headers}
+    if not keys:
         return None
-    key = given.pop()
-    if given:
+    key = keys.pop()
+    if keys:
         raise _not_valid(f"differs from {HEADERS[1]}; send one of the two")
-    if (wrong := key_problem(key)) is not None:
-        raise _not_valid(wrong)
+    if (problem := key_problem(key)) is not None:
+        raise _not_valid(problem)
     return key
 
 

@@ -146,12 +146,12 @@ class Keyring:
         name = match["id"] if match else ""
         stored = self._stored.get(name)
         digest = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
-        known = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
-        whole = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
-        plain = hmac.compare_digest(whole, self._plain)
-        if known and stored is not None:
+        digest_matches = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
+        plain_digest = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
+        plain_matches = hmac.compare_digest(plain_digest, self._plain)
+        if digest_matches and stored is not None:
             return Caller(stored.id, stored.role, stored.projects)
-        return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
+        return Caller(PLAIN_ID, Role.ADMIN) if plain_matches and self._has_plain else None
 
     def caller_of(self, id: str) -> Caller | None:
         """The caller whose key has this id, or None."""
@@ -164,8 +164,8 @@ class Keyring:
         """A seal of this text that can be made only with what is kept of the key, and is another once that is; None: there is no such."""
         if self.caller_of(id) is None:
             return None
-        own = id == PLAIN_ID and self._has_plain
-        secret = self._plain if own else self._stored[id].digest
+        is_plain = id == PLAIN_ID and self._has_plain
+        secret = self._plain if is_plain else self._stored[id].digest
         return hmac.new(secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
@@ -188,11 +188,11 @@ def caller_of(ring: Keyring | None, headers: Mapping[str, str]) -> Caller:
 
 def presented_key(headers: Mapping[str, str]) -> str | None:
     """The key in these headers; None where there is none."""
-    found = {name.lower(): value.strip() for name, value in headers.items()}
+    lower_headers = {name.lower(): value.strip() for name, value in headers.items()}
     for name in HEADERS:
-        if found.get(name):
-            return found[name]
-    scheme, _, value = found.get("authorization", "").partition(" ")
+        if lower_headers.get(name):
+            return lower_headers[name]
+    scheme, _, value = lower_headers.get("authorization", "").partition(" ")
     return (value.strip() or None) if scheme.lower() == "bearer" else None
 
 
@@ -252,8 +252,8 @@ def _read_line(words: list[str]) -> StoredKey | str:
     """The key of a line, or what is wrong with it."""
     if len(words) != 3:
         return f"a line is `id role sha256`, but this one has {len(words)} word(s)"
-    name, word, digest = words
-    role = Role.by_name(word)
+    name, role_name, digest = words
+    role = Role.by_name(role_name)
     if not _ID.fullmatch(name):
         return "the first word is no id: 1 to 32 lower-case letters and digits"
     if name in (LOCAL.key_id, PLAIN_ID):

@@ -53,8 +53,8 @@ class TextPart(Body):
     text: str = Field(description="The text.")
 
 
-def _content(given: object) -> str:
-    return "(parts)" if isinstance(given, list) else "(text)"
+def _content(content: object) -> str:
+    return "(parts)" if isinstance(content, list) else "(text)"
 
 
 class ChatMessage(Body):
@@ -240,12 +240,12 @@ class _Request(Body):
     @property
     def restrictions(self) -> Mapping[str, float | int]:
         """The sampling restrictions (top_k, top_p, min_p) that the request sets."""
-        given = {
+        values = {
             "top_p": None if self.top_p == 1 else self.top_p,
             "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
             "min_p": self.min_p or None,
         }
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
     @property
     def includes_usage(self) -> bool:
@@ -340,8 +340,8 @@ class ChatRequest(_Request):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call."""
-        given = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump(exclude_none=True) for tool in given]
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     def _problems(self) -> Iterator[PydanticCustomError]:
         yield from super()._problems()

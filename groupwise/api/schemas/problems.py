@@ -372,8 +372,8 @@ class Refusal(GroupwiseError):
         `model`: the type that the body was read as, where it is known; then the words say more.
         """
         errors = [
-            FieldError(field=each.field, message=each.message)
-            for each in field_errors(error, model)
+            FieldError(field=field_error.field, message=field_error.message)
+            for field_error in field_errors(error, model)
         ]
         return cls("invalid_request", summary_of(errors), errors=errors)
 

@@ -45,8 +45,10 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
             f"{where}: `{ARGUMENTS}` is {type(arguments).__name__}. Expected a dict, such as "
             '{"enable_thinking": false}.'
         )
-    given = dict(cast("Mapping[str, Any]", arguments or {}))
-    return ForTemplate(tuple(without_nulls(each) for each in schemas), without_nulls(given))
+    template_arguments = dict(cast("Mapping[str, Any]", arguments or {}))
+    return ForTemplate(
+        tuple(without_nulls(schema) for schema in schemas), without_nulls(template_arguments)
+    )
 
 
 @cache  # each row has the same columns, and likeness takes its time
@@ -60,13 +62,13 @@ def _nearly_arguments(name: str) -> bool:
 
 def _parse_cell(value: Any, name: str, where: str) -> Any:
     """The value of a cell, parsed if it is JSON text, which tables prefer; None if the cell is empty, which tables write as "" or NaN."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(plain, str):
-        return None if isinstance(plain, float) and math.isnan(plain) else plain
-    if not plain.strip():
+    cell = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(cell, str):
+        return None if isinstance(cell, float) and math.isnan(cell) else cell
+    if not cell.strip():
         return None
     try:
-        return json.loads(plain)
+        return json.loads(cell)
     except ValueError as error:
         raise TaskError(f"{where}: `{name}` is text, but no JSON: {error}.") from error
 
@@ -83,11 +85,11 @@ def without_nulls(value: Any) -> Any:
 
 def columns_of(tools: Sequence[Any] | None, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     """The columns that give these to the template, as far as there are any."""
-    given = {TOOLS: tools, ARGUMENTS: arguments}
-    return {name: value for name, value in given.items() if value}
+    columns = {TOOLS: tools, ARGUMENTS: arguments}
+    return {name: value for name, value in columns.items() if value}
 
 
 def for_request(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a row that a service is asked for, as fields of the request. Raises TaskError as `for_template` does."""
-    given = for_template(columns, "a row")
-    return columns_of(list(given.tools), given.arguments)
+    template_input = for_template(columns, "a row")
+    return columns_of(list(template_input.tools), template_input.arguments)

@@ -156,9 +156,9 @@ PromptPlain = str | list[dict[str, Any]]
 """A prompt as the rest of the package has it, `groupwise.core.types.Prompt`."""
 
 
-def plain_prompt(given: str | list[ChatMessage]) -> PromptPlain:
+def plain_prompt(prompt: str | list[ChatMessage]) -> PromptPlain:
     """A prompt of a request as the rest of the package has it."""
-    return given if isinstance(given, str) else [message.plain() for message in given]
+    return prompt if isinstance(prompt, str) else [message.plain() for message in prompt]
 
 
 GroupId = Annotated[
@@ -367,8 +367,8 @@ class StartRequest(Body):
         if self.adapter == "full" and self.lora is not None:
             raise wrong("lora", "has no effect with `adapter: full`, which trains all weights")
         for section in ("sampler", "training"):
-            given = cast("dict[str, Any]", getattr(self, section) or {})
-            for key in given:
+            settings = cast("dict[str, Any]", getattr(self, section) or {})
+            for key in settings:
                 if instead := ONE_PLACE.get(f"{section}.{key}"):
                     raise wrong(f"{section}.{key}", f"has no place here: {instead}")
         return self
@@ -474,8 +474,8 @@ class CompletionsRequest(Body):
     @property
     def all_prompts(self) -> tuple[PromptPlain, ...]:
         """One, or several, as the rest of the package has them."""
-        given = [self.prompt] if self.prompt is not None else self.prompts or []
-        return tuple(plain_prompt(prompt) for prompt in given)
+        prompts = [self.prompt] if self.prompt is not None else self.prompts or []
+        return tuple(plain_prompt(prompt) for prompt in prompts)
 
     @property
     def all_draws(self) -> tuple[int | None, ...]:
@@ -629,17 +629,17 @@ class RewardsOfSeveral(Body):
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         seen: set[str] = set()
-        for place, group in enumerate(self.groups):
+        for index, group in enumerate(self.groups):
             if group.group_id is not None and group.group_id in seen:
-                raise wrong(f"groups.{place}.group_id", f"{group.group_id} stands twice")
+                raise wrong(f"groups.{index}.group_id", f"{group.group_id} stands twice")
             seen |= {group.group_id} if group.group_id is not None else set()
         return self
 
 
-def _how_many(given: object) -> str:
-    if isinstance(given, Mapping):
-        return "(several)" if "groups" in given else "(one)"
-    return "(several)" if isinstance(given, RewardsOfSeveral) else "(one)"
+def _how_many(body: object) -> str:
+    if isinstance(body, Mapping):
+        return "(several)" if "groups" in body else "(one)"
+    return "(several)" if isinstance(body, RewardsOfSeveral) else "(one)"
 
 
 RewardsRequest = Annotated[

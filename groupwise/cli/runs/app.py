@@ -78,11 +78,11 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     print_table([head, *(_info_row(info) for info in infos)])
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them
-        others = (
+        other_count = (
             f" (and {len(broken) - 1} more, for which --json has the reasons)" if broken[1:] else ""
         )
         name, reason = one_line(broken[0].name), one_line(broken[0].broken or "")
-        typer.echo(f"{name} cannot be read{others}: {reason}", err=True)
+        typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
 
 
 @app.command()
@@ -148,13 +148,13 @@ def rollouts(
             order=order,
             limit=limit,
         )
-        found = store.rollouts(rollout_filter)
+        views = store.rollouts(rollout_filter)
     if as_json:
-        write_json([asdict(view) for view in found])
-    elif not found:
+        write_json([asdict(view) for view in views])
+    elif not views:
         typer.echo("no rollouts like that", err=True)
     else:
-        _print_rollouts(found)
+        _print_rollouts(views)
 
 
 @app.command()
@@ -181,8 +181,8 @@ def plot(
         svg.write_text(svg_curve(series, title=title), encoding="utf-8")
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
-        more = {"warm_up": warm_up} if warm_up else {}
-        write_json({"run": path.name, "metric": metric, "points": points, **more})
+        extra = {"warm_up": warm_up} if warm_up else {}
+        write_json({"run": path.name, "metric": metric, "points": points, **extra})
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
@@ -226,28 +226,33 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
 
 def _facts(path: Path) -> dict[str, Any]:
     with Store.open(path / RECORD, readonly=True) as store:
-        last = store.last_step()
+        last_step = store.last_step()
         curves = store.metrics(["reward", "loss"])
         evaluations = [
-            {"step": each.step, "name": each.name, "policy": each.policy, "metrics": each.metrics}
-            for each in store.evaluations(rows=False)
+            {
+                "step": evaluation.step,
+                "name": evaluation.name,
+                "policy": evaluation.policy,
+                "metrics": evaluation.metrics,
+            }
+            for evaluation in store.evaluations(rows=False)
         ]
-        found = checkpoints.complete(path / CHECKPOINTS)
+        complete = checkpoints.complete(path / CHECKPOINTS)
         meta = store.get_meta()
         return {
             **_info_json(run_info(path)),
             "error": meta.get("error"),
             "rows_left_out": meta.get("rows_left_out") or {},
-            "last_metrics": {} if last is None else store.step_metrics(last),
+            "last_metrics": {} if last_step is None else store.step_metrics(last_step),
             "rewards": [value for _, value in curves.get("reward", [])],
             "losses": [value for _, value in curves.get("loss", [])],
             "evaluations": evaluations,
             "warnings": [asdict(warning) for warning in store.warnings()],
             "resumes": [asdict(resume) for resume in store.resumes()],
             "advice": advice_on(store),
-            "checkpoints": [checkpoint.step for checkpoint in found],
+            "checkpoints": [checkpoint.step for checkpoint in complete],
             "final_step": final_step(path) if (path / FINAL).is_dir() else None,
-            "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
+            "damaged_checkpoints": [str(skipped) for skipped in complete.skipped],
             "summary": read_summary(path),
             "config": read_config(path),
         }
@@ -290,7 +295,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     )
     print_advice(facts["advice"])
     for hook, reasons in facts["rows_left_out"].items():
-        print_section(f"rows of {hook} left out", [(str(n), why) for why, n in reasons.items()])
+        print_section(
+            f"rows of {hook} left out", [(str(n), reason) for reason, n in reasons.items()]
+        )
     print_section("last step", [(k, round_number(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
@@ -321,21 +328,23 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
         if len(tasks) < MOST_NAMED:  # otherwise, the search shows whether there are any
             _expect_name(f"task '{task}'", task, tasks)
     if step is not None:
-        last = store.last_step()
-        if last is None:
+        last_step = store.last_step()
+        if last_step is None:
             raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
-        if not 0 <= step <= last:
-            raise RunNotFoundError(f"this run has no step {step}; it has the steps 0 to {last}.")
+        if not 0 <= step <= last_step:
+            raise RunNotFoundError(
+                f"this run has no step {step}; it has the steps 0 to {last_step}."
+            )
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:
     for number, (_, members) in enumerate(groupby(views, key=lambda view: view.draw)):
         group = list(members)
         first = group[0]
-        place = "unfinished" if first.step is None else f"step {first.step}"
+        heading = "unfinished" if first.step is None else f"step {first.step}"
         if number:
             print_text("")
-        print_text(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
+        print_text(f"━━ {heading} · draw {first.draw} · example {first.example} ━━")
         print_text(indent(first.prompt, "  │ "))
         for view in group:
             if view.outcome == "scored":

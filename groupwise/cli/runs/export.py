@@ -49,7 +49,7 @@ def export(
     """Write a run's weights, or what it recorded, to a folder for other programs."""
     from groupwise.training.review.export import export as write
 
-    made = write(
+    summary = write(
         run,
         to,
         output,
@@ -60,10 +60,10 @@ def export(
         trust_remote_code=trust_remote_code,
     ).summary
     if as_json:
-        write_json(made)
+        write_json(summary)
     else:
-        print_pairs([*made.items()][:-1])
-        print_pairs([("files", ", ".join(made["files"]))])
+        print_pairs([*summary.items()][:-1])
+        print_pairs([("files", ", ".join(summary["files"]))])
 
 
 def push(
@@ -83,8 +83,8 @@ def push(
     """Upload what a run should have uploaded and has not: checkpoints that wait, then its final weights (run.hub)."""
     from groupwise.training.review.push import push as upload
 
-    places = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
+    urls = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
     if as_json:
-        write_json({"uploaded": places})
+        write_json({"uploaded": urls})
     else:
-        print_pairs([("uploaded", place) for place in places])
+        print_pairs([("uploaded", url) for url in urls])
