@@ -88,13 +88,13 @@ class FakeSampler:
 
     def _completion(self, seed: int, params: SamplingParams) -> Completion:
         temperature = params.temperature or 1.0
-        free = _logprobs(self.table, temperature)
-        early = _logprobs(self.table, temperature, params.stop_token_ids)
+        unmasked = _logprobs(self.table, temperature)
+        masked = _logprobs(self.table, temperature, params.stop_token_ids)
         stream = Stream(seed)
         ids: list[int] = []
         token_logprobs: list[float] = []
         while len(ids) < params.max_tokens and not _ended(ids, params):
-            logprobs = early if len(ids) < params.min_tokens else free
+            logprobs = masked if len(ids) < params.min_tokens else unmasked
             ids.append(_draw(logprobs, stream, greedy=params.temperature == 0))
             token_logprobs.append(logprobs[ids[-1]])
         return Completion(

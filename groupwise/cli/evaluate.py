@@ -245,11 +245,11 @@ def _evaluate_suites(
     raise typer.Exit(result.exit_code)
 
 
-def _refuse(options: dict[str, Any], how: str) -> None:
+def _refuse(options: dict[str, Any], preposition: str) -> None:
     """Raise BadParameter for options that would have no effect."""
     for name, value in options.items():
         if value:
             option = {"runs_dir": "--dir", "overrides": "key=value"}.get(
                 name, f"--{name.replace('_', '-')}"
             )
-            raise typer.BadParameter(f"{option} has no effect {how} --suite.")
+            raise typer.BadParameter(f"{option} has no effect {preposition} --suite.")

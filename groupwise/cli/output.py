@@ -127,8 +127,8 @@ def report_error(error: Exception, *, as_json: bool) -> int:
             write_json({"error": {"code": "usage", "message": error.format_message()}})
         return error.exit_code
     say("".join(traceback.format_exception(error)).rstrip("\n"))
-    what = f"{type(error).__name__}: {error}"
-    return _tell(f"this is a bug in {PROGRAM}, or in the task: {what}", "bug", 1, as_json)
+    error_text = f"{type(error).__name__}: {error}"
+    return _tell(f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json)
 
 
 class Stopped(Exception):

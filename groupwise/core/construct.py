@@ -27,8 +27,8 @@ def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in parameters:
         if name not in names and not takes_any:
-            near = nearest(name, names)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            close_matches = nearest(name, names)
+            hint = f"; did you mean {' or '.join(close_matches)}?" if close_matches else "."
             accepted_text = f"It takes: {', '.join(names)}." if names else "It takes none."
             raise TaskError(f"{what} has no parameter `{name}`{hint} {accepted_text}")
     missing = [p.name for p in accepted if p.default is p.empty and p.name not in parameters]

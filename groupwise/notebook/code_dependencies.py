@@ -45,7 +45,7 @@ _COMPILED = 1 << 8
 def globals_used(function: FunctionType) -> dict[str, Any]:
     """Globals that a user's function reads, and the names that it uses from the user's modules, each under its full name."""
     module_globals = function.__globals__
-    loaded: dict[str, Any] = {}
+    globals_by_name: dict[str, Any] = {}
     code_objects = [*codes(function.__code__)]
     names = sorted({name for code in code_objects for name in code.co_names})
     for code in code_objects:
@@ -57,10 +57,10 @@ def globals_used(function: FunctionType) -> dict[str, Any]:
         modules = _imported_modules(code, str(module_globals.get("__package__") or ""))
         for name, value in {**used_globals, **modules}.items():
             if isinstance(value, ModuleType):
-                loaded |= dict(_module_parts(value, names))
+                globals_by_name |= dict(_module_parts(value, names))
             else:
-                loaded[whole_name(str(module_globals.get("__name__")), name)] = value
-    return loaded
+                globals_by_name[whole_name(str(module_globals.get("__name__")), name)] = value
+    return globals_by_name
 
 
 def captured_values(function: FunctionType) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def dataset_of(config: TrainingConfig) -> str:
         )
     if name in names or is_local(name) or "/" in name:
         return name
-    near = nearest(name, names)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    close_matches = nearest(name, names)
+    hint = f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
     raise TaskError(
         f"There is no dataset {name!r}.{hint} There are: {', '.join(names)}; a hub id (owner/name) or a file; and what "
         "register_dataset(name, loader) makes known."
@@ -193,19 +193,19 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
 
 
 def _names(
-    rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], columns: Sequence[str]
+    rows: Sequence[Row], name: str, aliases: Mapping[str, Sequence[str]], columns: Sequence[str]
 ) -> dict[str, str]:
     """The source's names of the wanted columns. `prompt` is used as the question only if there is no other."""
     available = dict.fromkeys(column for row in rows for column in row)
     source_names: dict[str, str] = {}
     for field in columns:
         names = sorted(
-            (column_name for column_name in known[field] if column_name in available),
+            (column_name for column_name in aliases[field] if column_name in available),
             key="prompt".__eq__,
         )
         if not names:
             raise TaskError(
-                f"The dataset {name!r} has no column for the {field}: looked for {', '.join(known[field])}. "
+                f"The dataset {name!r} has no column for the {field}: looked for {', '.join(aliases[field])}. "
                 f"It has: {', '.join(available)}. Rename its columns to question and answer, or to question, rubric and reference; "
                 "or register_dataset(name, loader), with a function that returns such rows."
             )

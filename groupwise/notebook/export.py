@@ -77,9 +77,9 @@ def _run_of(config: TrainingConfig, source: object) -> Path:
             f"Expected a trainer state or a session second, got {type(source).__name__}: export_checkpoint(config, trainer_state)."
         )
     run, first = Path(source.checkpoint_dir), run_folder(config).name
-    if source.config is not None and (changed := differing(config, source.config)):
+    if source.config is not None and (fields := differing(config, source.config)):
         raise UsageError(
-            f"The trainer state is of {run}, which was trained with another config: {changed} differ. Give the config that it was trained "
+            f"The trainer state is of {run}, which was trained with another config: {fields} differ. Give the config that it was trained "
             "with: export_checkpoint(trainer_state.config, trainer_state)."
         )
     # Without a config, the name of the folder is checked.

@@ -166,9 +166,9 @@ def _refuse_other_question(
         earlier_question, question, _collect_names(study, folder)
     )
     # A fact that the new search no longer has is a difference, too.
-    if changed := differences(earlier_question, {**dict.fromkeys(earlier_question), **question}):
+    if changes := differences(earlier_question, {**dict.fromkeys(earlier_question), **question}):
         raise ConfigError(
-            f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
+            f"There is a search of this experiment already, which differs in {', '.join(changes)}, so that its trials say nothing about "
             "this one. Choose another experiment_name, or ask as before to go on."
         )
 

@@ -171,8 +171,8 @@ def comparable(
     transient = {name for name in {*used_facts[0]} ^ {*used_facts[1]} if _passing(name) in names}
     left_out = transient.union(names)
     remaining = ({name: used[name] for name in used if name not in left_out} for used in used_facts)
-    one, other = (
+    first, second = (
         {**facts, USED: used} if USED in facts else dict(facts)
         for facts, used in zip((before, now), remaining, strict=True)
     )
-    return one, other
+    return first, second

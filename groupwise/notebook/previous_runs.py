@@ -88,8 +88,10 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     else:
         changed_keys = [key for key in config_changes.free if key == LENGTH]
     run_facts = Store.facts(run.path / RECORD)
-    stored, current = comparable(run_facts.get(FACTS, {}), facts, collected_names(run.path))
-    differing = [*config_changes.fixed, *changed_keys, *differences(stored, current)]
+    stored_facts, current_facts = comparable(
+        run_facts.get(FACTS, {}), facts, collected_names(run.path)
+    )
+    differing = [*config_changes.fixed, *changed_keys, *differences(stored_facts, current_facts)]
     if not differing and run_facts.get("base") not in (None, identity(core.model)):
         return ["the weights of the model"]
     return differing

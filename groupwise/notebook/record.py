@@ -45,8 +45,10 @@ class Record:
                 available = store.metric_names()
                 for name in names if available else ():
                     if name not in available:
-                        near = nearest(str(name), available)
-                        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                        close_matches = nearest(str(name), available)
+                        hint = (
+                            f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
+                        )
                         raise UsageError(
                             f"The run has no metric {name!r}.{hint} It has: {', '.join(available)}."
                         )

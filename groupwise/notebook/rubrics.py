@@ -249,11 +249,11 @@ class RubricSet(Worded):
         """Two rubrics of one name."""
         names = [rubric.name for rubric in self.rubrics]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            places = [
+            positions = [
                 str(position) for position, other_name in enumerate(names, 1) if other_name == name
             ]
             yield Conflict(
-                f"the rubrics {' and '.join(places)} of {len(names)} are all called {name!r}; rename all but one.",
+                f"the rubrics {' and '.join(positions)} of {len(names)} are all called {name!r}; rename all but one.",
                 ("rubrics",),
             )
 

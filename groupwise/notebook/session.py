@@ -211,9 +211,9 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
         raise UsageError(
             f"Expected a session second, got {type(session).__name__}: session = prepare_session(config)."
         )
-    if changed := differing(config, session.config):
+    if fields := differing(config, session.config):
         raise UsageError(
-            f"The session was prepared with another config: {changed} differ. Prepare one with this config: "
+            f"The session was prepared with another config: {fields} differ. Prepare one with this config: "
             "session = prepare_session(config)."
         )
 

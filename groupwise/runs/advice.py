@@ -132,6 +132,6 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         value = means.get(rule.metric)
         applies = rule.alike is None or rule.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
         if value is not None and rule.holds(value) and applies:
-            says = rule.says.format(value=rule.form.format(value))
-            advice.append({"metric": rule.metric, "value": value, "says": says, "do": rule.do})
+            text = rule.says.format(value=rule.form.format(value))
+            advice.append({"metric": rule.metric, "value": value, "says": text, "do": rule.do})
     return advice

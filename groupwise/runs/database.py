@@ -198,7 +198,7 @@ def _show_as_newest(connection: sqlite3.Connection) -> None:
             missing.setdefault(table, {}).update(columns)
     connection.execute("PRAGMA temp_store = MEMORY")
     for table, columns in missing.items():
-        added_columns = ", ".join(f"{what} AS {name}" for name, what in columns.items())
+        added_columns = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
         connection.execute(
             f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added_columns} FROM main.{table}"
         )

@@ -210,8 +210,8 @@ def _of_kind(value: Any, kind: type[K]) -> K | None:
 
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean reward (or loss) of the first and of the last few steps; None if there are none."""
-    ends = max(1, min(ENDS, len(rewards) // 2))
-    return mean_of(rewards[:ends]), mean_of(rewards[-ends:])
+    count = max(1, min(ENDS, len(rewards) // 2))
+    return mean_of(rewards[:count]), mean_of(rewards[-count:])
 
 
 def mean_of(values: Sequence[float]) -> float | None:
@@ -267,8 +267,8 @@ def no_such_run(name: str, runs_dir: Path) -> str:
     names = [path.name for path in run_folders(runs_dir)]
     if not names:
         return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    close_matches = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean '{close_matches[0]}'?" if close_matches else ""
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     return f"there is no run '{name}' in {runs_dir}.{hint} There are: {listed}."
 

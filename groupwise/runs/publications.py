@@ -92,12 +92,12 @@ def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
 def free_memory() -> int:
     """Bytes of memory that this process can still allocate, within the container's limit if there is one."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    available = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no container limit
         limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available
 
 
 def _take(folder: Path) -> bool:

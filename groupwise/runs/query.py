@@ -240,12 +240,12 @@ def _order(filters: RolloutFilter, plan: Plan) -> str:
 
 def text_query(filters: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[str, Row]:
     """SQL for those of these rollouts that have the text, and its values. Reads the index only between the lowest and highest id."""
-    near = "json_each(?1) AS near CROSS JOIN rollouts ON rollouts.id = near.value"
-    between = f"BETWEEN (SELECT min({{id}}) FROM {near}) AND (SELECT max({{id}}) FROM {near})"
+    nearby = "json_each(?1) AS near CROSS JOIN rollouts ON rollouts.id = near.value"
+    between = f"BETWEEN (SELECT min({{id}}) FROM {nearby}) AND (SELECT max({{id}}) FROM {nearby})"
     having = f"{{id}} IN (SELECT rowid FROM {{index}} WHERE {{index}} MATCH ? AND rowid {between})"
     clause, values = _text(filters, plan, having)
     groups = "CROSS JOIN groups ON groups.draw = rollouts.draw"
-    return f"SELECT rollouts.id FROM {near} {groups} WHERE {clause}", (json.dumps(ids), *values)
+    return f"SELECT rollouts.id FROM {nearby} {groups} WHERE {clause}", (json.dumps(ids), *values)
 
 
 def _text(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:

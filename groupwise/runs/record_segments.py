@@ -193,8 +193,8 @@ def earlier(run: Path, step: int) -> dict[str, Path]:
     """
     return {
         (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
-        for last, path in _pieces(run)
-        if last < step
+        for end, path in _pieces(run)
+        if end < step
     }
 
 
@@ -234,7 +234,7 @@ def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
 
     A damaged record is renamed and kept. StoreError if there is no piece of that step: it was lost, or never written.
     """
-    pieces = [(last, piece) for last, piece in _pieces(run) if last <= step]
+    pieces = [(end, piece) for end, piece in _pieces(run) if end <= step]
     if step not in dict(pieces):
         raise StoreError(
             f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "

@@ -232,19 +232,19 @@ class Store:
             ]
             for order in ("", "DESC")
         )
-        ends = max(1, min(most, len(first) // 2))
-        return first[:ends], last[:ends][::-1]
+        count = max(1, min(most, len(first) // 2))
+        return first[:count], last[:count][::-1]
 
     def range_of(self, names: Iterable[str]) -> tuple[int, int] | None:
         """The first and the last step at which any of these metrics has a value; None if none has."""
-        ends = [
+        step_ranges = [
             self._db.one(
                 "SELECT (SELECT min(step) FROM metrics WHERE name = ?1), (SELECT max(step) FROM metrics WHERE name = ?1)",
                 (label(name),),
             )
             for name in names
         ]
-        bounds = [(first, last) for first, last in ends if first is not None]
+        bounds = [(first, last) for first, last in step_ranges if first is not None]
         return (min(f for f, _ in bounds), max(t for _, t in bounds)) if bounds else None
 
     def thinned_curve(

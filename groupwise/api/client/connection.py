@@ -207,10 +207,10 @@ def read_answer(kind: type[A], response: httpx2.Response) -> A:
         raise strange(response, "no answer of this protocol") from None
 
 
-def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
+def strange(response: httpx2.Response, problem: str) -> StrangeAnswer:
     """The caller's error for a response that is not of this protocol."""
     return StrangeAnswer(
-        f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {why}: "
+        f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {problem}: "
         f"{excerpt(response.content)}. Look whether the URL is that of a training server, and whether a proxy stands before it.",
         status=response.status_code,
     )

@@ -142,8 +142,8 @@ async def train_async(
     target = min(done + steps, status.max_steps or done + steps)
     if target <= done:
         return TrainingSummary(status.run_id)
-    first = done * status.groups_per_step if first_draw is None else first_draw
-    draws = _Draws(first, (target - done) * status.groups_per_step)
+    first_index = done * status.groups_per_step if first_draw is None else first_draw
+    draws = _Draws(first_index, (target - done) * status.groups_per_step)
     name = f"{status.run_id} on {client.connection.url}"
     view = Progress(name, target, done) if progress else None
     with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as contexts:

@@ -207,9 +207,9 @@ class _StrictRoute(APIRoute):
             # Routes without a key, for health probes, accept any parameters.
             if route is not None and route.role is not None and unknown:
                 name = unknown[0]
-                near = difflib.get_close_matches(name, known_names, n=1)
+                close_matches = difflib.get_close_matches(name, known_names, n=1)
                 existing = f"there are: {', '.join(known_names) or 'none'}"
-                hint = f"did you mean {near[0]}?" if near else existing
+                hint = f"did you mean {close_matches[0]}?" if close_matches else existing
                 message = f"is not a query parameter of {route.name}; {hint}"
                 error = FieldError(field=printable(name)[:100], message=message)
                 raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])

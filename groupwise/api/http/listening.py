@@ -159,10 +159,10 @@ class BoundedProtocol(HTTPProtocol):
             self._unread.cancel()
             self._unread = None
 
-    def _hang_up(self, why: str) -> None:
+    def _hang_up(self, status: str) -> None:
         self._stop_waiting()
         if not self.transport.is_closing():
-            answer = f"HTTP/1.1 {why}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            answer = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(answer.encode())
             self.transport.close()
 

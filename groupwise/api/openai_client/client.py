@@ -250,8 +250,8 @@ class Client:
                     answer = await self._attempt(method, path, body)
             except _Passing as failure:
                 if attempt == limit:
-                    times = "" if limit == 0 else f" ({limit + 1} times)"
-                    error = self._error(method, path, f"{failure}{times}", failure.status)
+                    times_text = "" if limit == 0 else f" ({limit + 1} times)"
+                    error = self._error(method, path, f"{failure}{times_text}", failure.status)
                     error.may_pass = True
                     raise error from failure.__cause__
                 wait = failure.retry_after or wait_after(attempt, self._timing.chance())
@@ -298,8 +298,8 @@ class Client:
             text = f"{text} (it wants to be asked again in {seconds:,.0f} s, which is too long to wait)"
         raise self._error(method, path, f"status {status}: {text}", status)
 
-    def _error(self, method: str, path: str, what: str, status: int | None) -> EndpointError:
-        message = f"{method} {self.endpoint.base_url}{path}: {what}"
+    def _error(self, method: str, path: str, problem: str, status: int | None) -> EndpointError:
+        message = f"{method} {self.endpoint.base_url}{path}: {problem}"
         if status in (401, 403):
             key_problem = "holds a key that is refused" if self._key else "is not set"
             message += f"\nThe environment variable {self.endpoint.api_key_env} {key_problem}."
@@ -318,16 +318,16 @@ class _Passing(Exception):
         self.retry_after = retry_after
 
 
-def checked_url(given: str) -> str:
+def checked_url(url: str) -> str:
     """A base URL in the form to which paths are appended. Raises UsageError, whose text never contains a password."""
-    parts = urlsplit(given.strip())
+    parts = urlsplit(url.strip())
     if "@" in parts.netloc:
         raise UsageError(
             f"The base URL of {parts.hostname} holds a user name or password. Keys come only from the environment: leave "
             "them out of the URL, and set the variable."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{given!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
+        raise UsageError(f"{url!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
     if parts.query or parts.fragment:
         raise UsageError(
             f"The base URL of {parts.hostname} has something behind its path (? or #). Give what comes before "

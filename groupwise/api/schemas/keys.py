@@ -270,14 +270,14 @@ def _identity(name: str, secret: str) -> bytes:
     return f"{name}-{secret}".encode()
 
 
-def _check_plain_key(plain: str) -> bytes:
-    if not SHORTEST_PLAIN <= len(plain) <= LONGEST:
+def _check_plain_key(key: str) -> bytes:
+    if not SHORTEST_PLAIN <= len(key) <= LONGEST:
         raise UsageError(
-            f"{VARIABLE} has {len(plain)} characters; a key has {SHORTEST_PLAIN} to {LONGEST}. "
+            f"{VARIABLE} has {len(key)} characters; a key has {SHORTEST_PLAIN} to {LONGEST}. "
             "`python -c 'import secrets; print(secrets.token_urlsafe(32))'` makes a good one."
         )
-    if not all("!" <= letter <= "~" for letter in plain):
+    if not all("!" <= letter <= "~" for letter in key):
         raise UsageError(
             f"{VARIABLE} has spaces, line ends or characters beyond ASCII in it, which a header cannot hold. Remove them."
         )
-    return plain.encode()
+    return key.encode()

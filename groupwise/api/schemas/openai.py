@@ -91,8 +91,8 @@ class ChatMessage(Body):
         """The message in the form that chat templates take."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        return {"role": self.role, "content": content, **more}
+        fields = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": content, **fields}
 
 
 class StreamOptions(Body):
@@ -357,8 +357,8 @@ class ChatRequest(_Request):
             yield wrong(
                 "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"
             )
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
             yield wrong("max_tokens", "differs from max_completion_tokens; give one of the two")
 
 

@@ -421,7 +421,7 @@ def summary_of(errors: Sequence[FieldError]) -> str:
     """One line that names the first field that is wrong, and how many more there are."""
     if not errors:
         return KINDS["invalid_request"].meaning
-    first = errors[0]
-    where = f"{first.field}: " if first.field else ""
-    more = f" ({len(errors) - 1} more under `errors`)" if len(errors) > 1 else ""
-    return f"{where}{first.message}{more}"
+    first_error = errors[0]
+    field_prefix = f"{first_error.field}: " if first_error.field else ""
+    suffix = f" ({len(errors) - 1} more under `errors`)" if len(errors) > 1 else ""
+    return f"{field_prefix}{first_error.message}{suffix}"

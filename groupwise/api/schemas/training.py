@@ -369,8 +369,8 @@ class StartRequest(Body):
         for section in ("sampler", "training"):
             settings = cast("dict[str, Any]", getattr(self, section) or {})
             for key in settings:
-                if instead := ONE_PLACE.get(f"{section}.{key}"):
-                    raise wrong(f"{section}.{key}", f"has no place here: {instead}")
+                if advice := ONE_PLACE.get(f"{section}.{key}"):
+                    raise wrong(f"{section}.{key}", f"has no place here: {advice}")
         return self
 
 

@@ -308,11 +308,11 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 # Rollouts
 
 
-def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
+def _expect_name(description: str, name: str, names: Sequence[str]) -> None:
     if names and name not in names:
-        raise RunNotFoundError(f"this run has no {what}. There are: {', '.join(names)}.")
+        raise RunNotFoundError(f"this run has no {description}. There are: {', '.join(names)}.")
     if not names:
-        raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
+        raise RunNotFoundError(f"this run has no {description}: it has recorded no step yet.")
 
 
 def _expect_present(store: Store, part: str | None, task: str | None, step: int | None) -> None:

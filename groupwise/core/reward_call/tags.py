@@ -38,10 +38,10 @@ def check_tag(tag: Tag) -> None:
 def _check_apart(all_marks: tuple[str, ...]) -> None:
     if not all(mark.strip() for mark in all_marks):
         raise ValueError(f"{all_marks} cannot be the marks of tags: one of them is empty.")
-    for one, other in permutations(all_marks, 2):
-        if one.lower() in other.lower():
+    for first, second in permutations(all_marks, 2):
+        if first.lower() in second.lower():
             raise ValueError(
-                f"the marks of tags {one!r} and {other!r} cannot be told apart: one stands in the other. Give others."
+                f"the marks of tags {first!r} and {second!r} cannot be told apart: one stands in the other. Give others."
             )
 
 
@@ -149,8 +149,8 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Patterns that open and close any of these tags or a reasoning channel."""
-    opened, closed = zip(*map(marks, tags), strict=True)
-    return _any_of(opened, _CHANNEL_OPENS), _any_of(closed, _CHANNEL_CLOSES)
+    opening_marks, closing_marks = zip(*map(marks, tags), strict=True)
+    return _any_of(opening_marks, _CHANNEL_OPENS), _any_of(closing_marks, _CHANNEL_CLOSES)
 
 
 def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
@@ -163,11 +163,11 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
 
     With `listed`, pairs with only a comma, `and` or `or` between them are one answer, joined as a list.
     """
-    opened, closed = map(re.escape, marks(tag))
+    opening, closing = map(re.escape, marks(tag))
     answer_text = text if tag in REASONING_TAGS else after_reasoning(text)
     # No mark inside a pair: `<a>1<a>2</a>` gives 2, and a stray closing tag after a pair does no harm.
-    inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
-    matches = list(re.finditer(inside, answer_text, re.DOTALL | re.IGNORECASE))
+    pair_pattern = rf"{opening}((?:(?!{opening}|{closing}).)*){closing}"
+    matches = list(re.finditer(pair_pattern, answer_text, re.DOTALL | re.IGNORECASE))
     if not matches:
         return None
     answers = [matches[-1][1].strip()]

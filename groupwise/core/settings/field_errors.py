@@ -162,8 +162,8 @@ def _unknown(key: str, owners: Sequence[type[BaseModel]]) -> str:
     for owner in owners:
         if reason := refused_keys(owner).get(key):
             return f"is not a {kind}; {reason}"
-    if near := difflib.get_close_matches(key, names, n=1):
-        return f"is not a {kind}; did you mean {near[0]}?"
+    if close_matches := difflib.get_close_matches(key, names, n=1):
+        return f"is not a {kind}; did you mean {close_matches[0]}?"
     if not names:
         return f"is not a {kind}: no {kind} is taken here"
     return f"is not a {kind}; there are {', '.join(names)}"
@@ -231,7 +231,7 @@ def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    types = (each for _, each in _members(annotation))
+    types = (member for _, member in _members(annotation))
     return [kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 

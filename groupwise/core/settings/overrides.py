@@ -19,7 +19,7 @@ from groupwise.core.settings.tree import Tree, copy_plain, parse_yaml, plain_val
 from groupwise.core.settings.wording import as_given
 
 
-def override(tree: Tree, words: Sequence[str]) -> Tree:
+def override(tree: Tree, assignments: Sequence[str]) -> Tree:
     """The tree with `a.b=value` arguments applied in order, so the last one wins. Their problems are added to `problems`."""
     result = Tree(
         tree.source,
@@ -28,28 +28,28 @@ def override(tree: Tree, words: Sequence[str]) -> Tree:
         list(tree.problems),
         set(tree.unread),
     )
-    for word in words:
+    for assignment in assignments:
         try:
-            path, value = parse_override(word)
-            _set(result, path, value, word)
+            path, value = parse_override(assignment)
+            _set(result, path, value, assignment)
         except ConfigError as error:
             result.problems.append(error.message)
-            result.unread.add(tuple(word.partition("=")[0].split(".")))
+            result.unread.add(tuple(assignment.partition("=")[0].split(".")))
     return result
 
 
-def parse_override(word: str) -> tuple[KeyPath, Any]:
+def parse_override(assignment: str) -> tuple[KeyPath, Any]:
     """`training.learning_rate=1e-5` as path and value. Raises ConfigError that shows the right form."""
-    name, equals, text = word.partition("=")
+    name, equals, text = assignment.partition("=")
     if not equals:
-        visible = "…" if names_secret(word) else word
+        visible = "…" if names_secret(assignment) else assignment
         raise ConfigError(
             f"override {visible}: write it as key=value, for example training.seed=1."
         )
     path = tuple(name.split("."))
     for key in path:
-        _check_override_key(key, name, word)
-    origin = _override_origin(path, word)
+        _check_override_key(key, name, assignment)
+    origin = _override_origin(path, assignment)
     try:
         mapping = parse_yaml(f"value: {text}")
     except YAMLError as error:
@@ -72,8 +72,8 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
     return path, plain_result
 
 
-def _check_override_key(key: str, name: str, word: str) -> None:
-    origin = f"override {word.partition('=')[0]}=…"
+def _check_override_key(key: str, name: str, assignment: str) -> None:
+    origin = f"override {assignment.partition('=')[0]}=…"
     if re.fullmatch(r"[A-Za-z_][\w-]*", key):
         return
     if not name:
@@ -89,15 +89,15 @@ def _check_override_key(key: str, name: str, word: str) -> None:
     raise ConfigError(f"{origin}: `{name}` is not a key; keys are words joined by dots.")
 
 
-def _override_origin(path: KeyPath, word: str) -> str:
+def _override_origin(path: KeyPath, assignment: str) -> str:
     """The override's name in messages, without its value if that is, or contains, a credential."""
-    secret = any(map(is_secret, path)) or names_secret(word.partition("=")[2])
-    return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(word.split())}"
+    secret = any(map(is_secret, path)) or names_secret(assignment.partition("=")[2])
+    return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(assignment.split())}"
 
 
-def _set(tree: Tree, path: KeyPath, value: Any, word: str) -> None:
+def _set(tree: Tree, path: KeyPath, value: Any, assignment: str) -> None:
     section = tree.values
-    origin = _override_origin(path, word)
+    origin = _override_origin(path, assignment)
     for depth, key in enumerate(path[:-1], start=1):
         inner = section.get(key)
         if inner is None:
@@ -141,8 +141,8 @@ def lay_environment_over(
             tree.problems.append(f"{variable} is no setting; {hint}")
             continue
         try:
-            plain = key in as_text and text != "null"
-            tree.values[key] = text if plain else parse_override(f"{key}={text}")[1]
+            is_plain_text = key in as_text and text != "null"
+            tree.values[key] = text if is_plain_text else parse_override(f"{key}={text}")[1]
         except ConfigError as error:
             reason = error.message.partition(": ")[2] or error.message
             tree.problems.append(f"{variable}: {reason}")

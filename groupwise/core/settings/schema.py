@@ -160,7 +160,7 @@ class SchemaLocation:
 def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocation:
     """The place in a schema that pydantic's error location refers to."""
     variants: Mapping[str, type[BaseModel]] = {"": root}
-    place = SchemaLocation((), root, None, variants)
+    result = SchemaLocation((), root, None, variants)
     section = root
     for part in location:
         if part in variants and (len(variants) > 1 or part not in keys_of(section)):
@@ -169,12 +169,12 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocati
         if not variants:
             break
         key = keys_of(section).get(str(part))
-        place = SchemaLocation((*place.path, str(part)), section, key, variants)
+        result = SchemaLocation((*result.path, str(part)), section, key, variants)
         if key is None:
             break
         variants = sections_in(key.annotation)
         section = next(iter(variants.values()), section)
-    return place
+    return result
 
 
 def refused_keys(model: type[BaseModel]) -> Mapping[str, str]:
@@ -186,13 +186,13 @@ def foreign_advice(root: type[BaseModel], key: str) -> str | None:
     """What to write in place of another framework's key; None if no known framework uses the name."""
     if not issubclass(root, Strict):
         return None
-    foreign = root.foreign_keys()
+    foreign_names = root.foreign_keys()
     by_start = (
         advice
-        for name, advice in foreign.items()
+        for name, advice in foreign_names.items()
         if name.endswith("*") and key.startswith(name[:-1])
     )
-    return foreign.get(key) or next(by_start, None)
+    return foreign_names.get(key) or next(by_start, None)
 
 
 def later_keys(model: type[BaseModel]) -> frozenset[str]:

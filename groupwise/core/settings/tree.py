@@ -122,11 +122,13 @@ def read_yaml(path: Path, expected: str | None = None) -> Tree:
     try:
         content: Any = parse_yaml(path.read_text(encoding="utf-8"))
     except MarkedYAMLError as error:
-        marked: Any = error
-        location = f"{path}:{marked.problem_mark.line + 1}" if marked.problem_mark else str(path)
-        message = f"{location}: cannot be read as YAML: {marked.problem}."
+        yaml_error: Any = error
+        location = (
+            f"{path}:{yaml_error.problem_mark.line + 1}" if yaml_error.problem_mark else str(path)
+        )
+        message = f"{location}: cannot be read as YAML: {yaml_error.problem}."
         if isinstance(error, DuplicateKeyError):
-            match = re.search(r'duplicate key "(.*?)"', str(marked.problem))
+            match = re.search(r'duplicate key "(.*?)"', str(yaml_error.problem))
             key = f"`{match[1]}`" if match else "a key"
             message = (
                 f"{location}: {key} is written twice in the same section; keep one of the two."
@@ -163,8 +165,8 @@ def _missing_file_message(path: Path, error: OSError) -> str:
     )
     if not config_files:
         return f"{problem}; there are no .yaml files in {folder}/."
-    near = difflib.get_close_matches(path.name, config_files, n=1)
-    hint = f" Did you mean {folder / near[0]}?" if near else ""
+    close_matches = difflib.get_close_matches(path.name, config_files, n=1)
+    hint = f" Did you mean {folder / close_matches[0]}?" if close_matches else ""
     return f"{problem}.{hint} {folder}/ holds: {', '.join(config_files)}."
 
 

@@ -66,13 +66,13 @@ def validate(
         if not search.doubts((*section_path, *key.split(".")) for key in conflict.keys):
             problems.append(f"{_where(tree, at + section_path)}: {conflict.message}")
     if problems or result is None:
-        unknown = [
+        unknown_keys = [
             str(detail["loc"][-1]) for detail in search.told if detail["type"] == "extra_forbidden"
         ]
-        foreign = [key for key in unknown if foreign_advice(model, key)]
-        if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
+        foreign_keys = [key for key in unknown_keys if foreign_advice(model, key)]
+        if len(foreign_keys) >= MANY_FOREIGN and Path(tree.source).is_file():
             problems.append(
-                f"Of these keys {len(foreign)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
+                f"Of these keys {len(foreign_keys)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
                 f"{tree.source}` writes one of ours, with the origin of each value."
             )
 
@@ -147,8 +147,10 @@ class _Search:
 
     def doubts(self, keys: Iterable[KeyPath]) -> bool:
         """True if the config's value for one of these keys or sections is unknown."""
-        unknown = self._replaced | self._meant
-        return any(_starts(key, path) or _starts(path, key) for key in keys for path in unknown)
+        unknown_paths = self._replaced | self._meant
+        return any(
+            _starts(key, path) or _starts(path, key) for key in keys for path in unknown_paths
+        )
 
     def _learn(self, details: Sequence[ErrorDetails]) -> None:
         """Record the problems, and replace each wrong value with a valid one."""
@@ -156,10 +158,10 @@ class _Search:
         replaced_before = frozenset(self._replaced)
         for detail, keys in zip(details, deciding_keys, strict=True):
             if not keys:
-                place = locate(self.model, detail["loc"])
-                if not any(_starts(place.path, path) for path in replaced_before):
+                location = locate(self.model, detail["loc"])
+                if not any(_starts(location.path, path) for path in replaced_before):
                     self.told.append(detail)
-                self._replace(place, detail["type"])
+                self._replace(location, detail["type"])
         for detail, keys in zip(details, deciding_keys, strict=True):
             if keys:
                 if not self.doubts(keys):
@@ -168,32 +170,32 @@ class _Search:
 
     def _read_by(self, detail: ErrorDetails) -> list[KeyPath]:
         """The other keys that decide whether this is a problem at all; mostly none."""
-        place = locate(self.model, detail["loc"])
+        location = locate(self.model, detail["loc"])
         if detail["type"] in ("value_error", "assertion_error"):
             # The schema's own validator raised; it does not say which keys it reads.
-            return [place.path] if isinstance(_inside(self._left, place.path), dict) else []
+            return [location.path] if isinstance(_inside(self._left, location.path), dict) else []
         of_another_type = detail["type"] == "extra_forbidden" and any(
-            place.path[-1] in keys_of(variant) for variant in place.variants.values()
+            location.path[-1] in keys_of(variant) for variant in location.variants.values()
         )
-        if not of_another_type or not issubclass(place.section, Strict):
+        if not of_another_type or not issubclass(location.section, Strict):
             return []
-        return [(*place.path[:-1], key) for key in place.section.type_from]
+        return [(*location.path[:-1], key) for key in location.section.type_from]
 
-    def _replace(self, place: SchemaLocation, kind: str) -> None:
-        path = place.path
-        given, above = _inside(self._left, path), _inside(self._left, path[:-1])
-        inner = sections_in(place.key.annotation) if place.key else {}
+    def _replace(self, location: SchemaLocation, kind: str) -> None:
+        path = location.path
+        value, parent = _inside(self._left, path), _inside(self._left, path[:-1])
+        inner = sections_in(location.key.annotation) if location.key else {}
         if kind == "extra_forbidden":
-            self._meant.update(_explain_unknown(self.model, place).meant)
-        if kind.startswith("union_tag") and isinstance(given, dict):
-            section = cast("dict[str, Any]", given)
+            self._meant.update(_explain_unknown(self.model, location).meant)
+        if kind.startswith("union_tag") and isinstance(value, dict):
+            section = cast("dict[str, Any]", value)
             # Choose the type that has most of the given keys.
             section["type"] = max(
                 inner, key=lambda kind: len(keys_of(inner[kind]).keys() & section.keys())
             )
             path = (*path, "type")
-        elif kind == "missing" and isinstance(above, dict):
-            above[path[-1]] = {} if inner else _SOME_TEXT
+        elif kind == "missing" and isinstance(parent, dict):
+            parent[path[-1]] = {} if inner else _SOME_TEXT
         else:
             _take_out(self._left, path)
         self._replaced.add(path)
@@ -218,9 +220,9 @@ def _starts(path: KeyPath, other: KeyPath) -> bool:
 
 
 def _take_out(root: Any, path: KeyPath) -> None:
-    above = _inside(root, path[:-1])
-    if path and isinstance(above, dict):
-        cast("dict[str, Any]", above).pop(path[-1], None)
+    parent = _inside(root, path[:-1])
+    if path and isinstance(parent, dict):
+        cast("dict[str, Any]", parent).pop(path[-1], None)
 
 
 def _inside(value: Any, path: KeyPath) -> Any:
@@ -233,79 +235,79 @@ def _inside(value: Any, path: KeyPath) -> Any:
 def _explain(
     model: type[BaseModel], detail: ErrorDetails, tree: Tree, at: KeyPath
 ) -> Iterator[str]:
-    place = locate(model, detail["loc"])
-    path = at + place.path
+    location = locate(model, detail["loc"])
+    path = at + location.path
     if detail["type"] == "extra_forbidden":
-        yield f"{tree.origin(path)}: {_explain_unknown(model, place, at).text}"
+        yield f"{tree.origin(path)}: {_explain_unknown(model, location, at).text}"
     elif detail["type"] == "missing":
         origin = tree.origin(path[:-1])
-        yield from (f"{origin}: {text}" for text in _explain_missing(place, at))
+        yield from (f"{origin}: {text}" for text in _explain_missing(location, at))
     elif detail["type"].startswith("union_tag"):
-        yield f"{tree.origin((*path, 'type'))}: {_explain_type(place, tree, at)}"
+        yield f"{tree.origin((*path, 'type'))}: {_explain_type(location, tree, at)}"
     elif isinstance(validator_error := detail.get("ctx", {}).get("error"), Problems):
         yield from (f"{_where(tree, path)}: {problem}" for problem in validator_error.problems)
     else:
-        yield f"{tree.origin(path)}: {_explain_value(model, place, detail, tree, at)}"
+        yield f"{tree.origin(path)}: {_explain_value(model, location, detail, tree, at)}"
 
 
-def _explain_missing(place: SchemaLocation, at: KeyPath) -> Iterator[str]:
-    assert place.key is not None
-    inner = sections_in(place.key.annotation)
+def _explain_missing(location: SchemaLocation, at: KeyPath) -> Iterator[str]:
+    assert location.key is not None
+    inner = sections_in(location.key.annotation)
     if len(inner) != 1:
-        meaning = f": {place.key.description}" if place.key.description else "."
-        yield f"{'.'.join(at + place.path)} is required{meaning}"
+        meaning = f": {location.key.description}" if location.key.description else "."
+        yield f"{'.'.join(at + location.path)} is required{meaning}"
         return
     (section,) = inner.values()
     for name, info in keys_of(section).items():
         if info.is_required():
             yield from _explain_missing(
-                SchemaLocation((*place.path, name), section, info, inner), at
+                SchemaLocation((*location.path, name), section, info, inner), at
             )
 
 
-def _explain_type(place: SchemaLocation, tree: Tree, at: KeyPath) -> str:
-    assert place.key is not None
-    path = ".".join(at + place.path)
-    variants = sections_in(place.key.annotation)
-    given = tree.value(at + place.path)
-    if not isinstance(given, Mapping):
-        return f"{path} is {as_given(given)}; it must be a section, with {path}.type one of {', '.join(variants)}."
-    kind = cast("Mapping[str, Any]", given).get("type")
+def _explain_type(location: SchemaLocation, tree: Tree, at: KeyPath) -> str:
+    assert location.key is not None
+    path = ".".join(at + location.path)
+    variants = sections_in(location.key.annotation)
+    value = tree.value(at + location.path)
+    if not isinstance(value, Mapping):
+        return f"{path} is {as_given(value)}; it must be a section, with {path}.type one of {', '.join(variants)}."
+    kind = cast("Mapping[str, Any]", value).get("type")
     if any(f"type={kind}" in later_keys(variant) for variant in variants.values()):
         return f"{path}.type: {kind} is not in this version; there are {', '.join(variants)}."
     if kind is None:
         return f"{path}.type is required; it must be one of {', '.join(variants)}."
-    near = difflib.get_close_matches(str(kind), variants, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    close_matches = difflib.get_close_matches(str(kind), variants, n=1)
+    hint = f"; did you mean {close_matches[0]}?" if close_matches else "."
     return f"{path}.type is {as_given(kind)}; it must be one of {', '.join(variants)}{hint}"
 
 
 def _explain_value(
-    model: type[BaseModel], place: SchemaLocation, detail: ErrorDetails, tree: Tree, at: KeyPath
+    model: type[BaseModel], location: SchemaLocation, detail: ErrorDetails, tree: Tree, at: KeyPath
 ) -> str:
-    path = at + place.path
+    path = at + location.path
     dotted = ".".join(path) or tree.source
     if detail["type"] in ("value_error", "assertion_error"):
         return f"{dotted}: {detail.get('ctx', {}).get('error', detail['msg'])}"
-    given = tree.value(path)
-    if place.key is not None and f"{path[-1]}={given}" in later_keys(place.section):
-        return f"{dotted}: {given} is not in this version; it must be {describe(place.key)}."
-    secret = (path and is_secret(path[-1])) or names_secret(str(given))
-    visible = "…" if secret else as_given(given)
-    allowed = describe(place.key) if place.key is not None else None
-    if allowed is None:
+    value = tree.value(path)
+    if location.key is not None and f"{path[-1]}={value}" in later_keys(location.section):
+        return f"{dotted}: {value} is not in this version; it must be {describe(location.key)}."
+    secret = (path and is_secret(path[-1])) or names_secret(str(value))
+    visible = "…" if secret else as_given(value)
+    allowed_values = describe(location.key) if location.key is not None else None
+    if allowed_values is None:
         return f"{dotted} is {visible}: {field_errors([detail], model)[0].message}."
     if detail["type"] == "too_short":
-        least = detail.get("ctx", {}).get("min_length", 1)
-        return f"{dotted} is {visible}; it must have at least {least} item{'s' * (least > 1)}."
-    key, hint = (path[-1] if path else "", repr(given)), ""
-    if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
-        hint = f" {meant}."
-    elif given == -1 and "null" in allowed:
+        minimum = detail.get("ctx", {}).get("min_length", 1)
+        return f"{dotted} is {visible}; it must have at least {minimum} item{'s' * (minimum > 1)}."
+    key, hint = (path[-1] if path else "", repr(value)), ""
+    if issubclass(model, Strict) and (foreign_hint := model.foreign_values.get(key)):
+        hint = f" {foreign_hint}."
+    elif value == -1 and "null" in allowed_values:
         hint = " Write null for none."
-    elif isinstance(given, str) and _UNQUOTED.fullmatch(given):
+    elif isinstance(value, str) and _UNQUOTED.fullmatch(value):
         hint = " Write it without quotes."
-    return f"{dotted} is {visible}; it must be {allowed}.{hint}"
+    return f"{dotted} is {visible}; it must be {allowed_values}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,23 +319,25 @@ class _Unknown:
     """The keys or sections that the user may have meant, as paths from the root of the schema."""
 
 
-def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath = ()) -> _Unknown:
+def _explain_unknown(root: type[BaseModel], location: SchemaLocation, at: KeyPath = ()) -> _Unknown:
     """Advice for an unknown key; the most certain advice first."""
-    *above, key = at + place.path
-    dotted = ".".join((*above, key))
-    unknown = f"{dotted} is not a key"
-    if reason := refused_keys(place.section).get(key):
-        return _Unknown(f"{unknown}; {reason}.")
-    if any(key in later_keys(variant) for variant in place.variants.values()):
+    *section_path, key = at + location.path
+    dotted = ".".join((*section_path, key))
+    prefix = f"{dotted} is not a key"
+    if reason := refused_keys(location.section).get(key):
+        return _Unknown(f"{prefix}; {reason}.")
+    if any(key in later_keys(variant) for variant in location.variants.values()):
         return _Unknown(f"{dotted} is not in this version.")
     if advice := foreign_advice(root, key):
         # The advice names keys in full, e.g. `training.max_steps`.
-        meant = tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
-        return _Unknown(f"{unknown}; {advice}.", meant)
+        suggested_keys = tuple(
+            tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice)
+        )
+        return _Unknown(f"{prefix}; {advice}.", suggested_keys)
     if is_secret(key):
-        return _Unknown(explain_secret((*above, key)))
-    if elsewhere := _explain_variant(place, at):
-        return elsewhere
+        return _Unknown(explain_secret((*section_path, key)))
+    if variant_advice := _explain_variant(location, at):
+        return variant_advice
     if paths := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
         names = " or ".join(".".join(path) for path in paths[:MOST_NAMES])
         # Another section may say why it leaves out the same key.
@@ -342,60 +346,60 @@ def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath =
             for leaf in leaves(root)
             if (reason := refused_keys(leaf.section).get(key))
         )
-        return _Unknown(f"{unknown}; did you mean {names}?{next(reasons, '')}", paths)
+        return _Unknown(f"{prefix}; did you mean {names}?{next(reasons, '')}", paths)
     later_path = next(
         (leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None
     )
     if later_path is not None:
         return _Unknown(
-            f"{unknown}; {'.'.join((*later_path, key))} would be, but it is not in this version."
+            f"{prefix}; {'.'.join((*later_path, key))} would be, but it is not in this version."
         )
-    if nearest_path := _nearest(root, place):
-        return _Unknown(f"{unknown}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
-    keys = list(keys_of(place.section))
+    if nearest_path := _nearest(root, location):
+        return _Unknown(f"{prefix}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
+    keys = list(keys_of(location.section))
     closest = difflib.get_close_matches(key, keys, n=MOST_NAMES, cutoff=0.0)
-    section = f"in {'.'.join(above)}" if above else "at the top"
+    section = f"in {'.'.join(section_path)}" if section_path else "at the top"
     if len(keys) <= MOST_NAMES:
-        return _Unknown(f"{unknown}; the keys {section} are: {', '.join(keys)}.")
+        return _Unknown(f"{prefix}; the keys {section} are: {', '.join(keys)}.")
     return _Unknown(
-        f"{unknown}; of the {len(keys)} keys {section} the nearest are {', '.join(closest)}."
+        f"{prefix}; of the {len(keys)} keys {section} the nearest are {', '.join(closest)}."
     )
 
 
-def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:
+def _explain_variant(location: SchemaLocation, at: KeyPath) -> _Unknown | None:
     """Advice if another type of the section has the key."""
-    if len(place.variants) < 2:
+    if len(location.variants) < 2:
         return None
-    *above, key = at + place.path
+    *section_path, key = at + location.path
     owners: dict[str, list[str]] = {}
-    for kind, variant in place.variants.items():
+    for kind, variant in location.variants.items():
         for name in keys_of(variant):
             owners.setdefault(name, []).append(kind)
     close_matches = difflib.get_close_matches(key, owners, n=1)
     if not close_matches:
         return None
-    kind, owner_names = tag_of(place.section), ", ".join(owners[close_matches[0]])
+    kind, owner_names = tag_of(location.section), ", ".join(owners[close_matches[0]])
     suggestion = (
         f"a key of {owner_names}"
         if close_matches[0] == key
-        else f"{'.'.join((*above, close_matches[0]))} (of {owner_names})"
+        else f"{'.'.join((*section_path, close_matches[0]))} (of {owner_names})"
     )
     question = f"it is {suggestion}." if close_matches[0] == key else f"did you mean {suggestion}?"
     return _Unknown(
-        f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}",
-        () if close_matches[0] == key else ((*place.path[:-1], close_matches[0]),),
+        f"{'.'.join((*section_path, key))} is not a key of {'.'.join(section_path)} type {kind}; {question}",
+        () if close_matches[0] == key else ((*location.path[:-1], close_matches[0]),),
     )
 
 
-def _nearest(root: type[BaseModel], place: SchemaLocation) -> KeyPath | None:
-    key = place.path[-1]
-    keys = keys_of(place.section)
+def _nearest(root: type[BaseModel], location: SchemaLocation) -> KeyPath | None:
+    key = location.path[-1]
+    keys = keys_of(location.section)
     close_matches = difflib.get_close_matches(key, keys, n=1)
     close_matches = close_matches or [
         name for name in keys if len(key) > 2 and name.startswith(key)
     ]
     if close_matches:
-        return (*place.path[:-1], close_matches[0])
+        return (*location.path[:-1], close_matches[0])
     path_by_key = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
     distant_matches = difflib.get_close_matches(key, path_by_key, n=1, cutoff=0.75)
     return path_by_key[distant_matches[0]] if distant_matches else None

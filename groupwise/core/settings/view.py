@@ -38,8 +38,8 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
         raise AttributeError(f"{self._path} can only be read; {key} cannot be deleted.")
 
     def _missing(self, key: str) -> str:
-        near = difflib.get_close_matches(str(key), self._values, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        close_matches = difflib.get_close_matches(str(key), self._values, n=1)
+        hint = f" Did you mean {close_matches[0]}?" if close_matches else ""
         keys = ", ".join(self._values) or "nothing"
         return f"{self._path} has no `{key}`.{hint} It has: {keys}."
 

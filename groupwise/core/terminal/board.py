@@ -184,12 +184,12 @@ class Board:
 
     def _failures(self) -> str | None:
         failed = self._metrics.get("rollouts/failed", 0)
-        late = self._metrics.get("rollouts/timed_out", 0)
+        timed_out = self._metrics.get("rollouts/timed_out", 0)
         scored = self._metrics.get("rollouts/scored", 0)
-        if not failed and not late:
+        if not failed and not timed_out:
             return None
-        slow = f" ({late:.0f} timed out)" if late else ""
-        return f"{failed + late:.0f} of {failed + late + scored:.0f}{slow}"
+        slow = f" ({timed_out:.0f} timed out)" if timed_out else ""
+        return f"{failed + timed_out:.0f} of {failed + timed_out + scored:.0f}{slow}"
 
     def _number(self, name: str, form: str) -> str | None:
         value = self._metrics.get(name)
