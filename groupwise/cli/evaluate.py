@@ -142,11 +142,11 @@ def evaluate(
     suite_options = suites.given()
     common = {"samples_per_prompt": samples_per_prompt, "output": output}
     if suite:
-        _refuse({"config": config, "task_module": task_module, "overrides": overrides}, "with")
+        _refuse_options({"config": config, "task_module": task_module, "overrides": overrides}, "with")
         suite_options |= {name: value for name, value in common.items() if value is not None}
         _evaluate_suites(tuple(suite), policy, suite_options, dry_run=dry_run, as_json=as_json)
         return
-    _refuse(suite_options, "without")
+    _refuse_options(suite_options, "without")
     if config is None and not overrides:
         raise typer.BadParameter(
             "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
@@ -245,7 +245,7 @@ def _evaluate_suites(
     raise typer.Exit(result.exit_code)
 
 
-def _refuse(options: dict[str, Any], preposition: str) -> None:
+def _refuse_options(options: dict[str, Any], preposition: str) -> None:
     """Raise BadParameter for options that would have no effect."""
     for name, value in options.items():
         if value:

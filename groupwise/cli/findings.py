@@ -77,15 +77,15 @@ def reward_rows(table: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 row["completion"],
                 str(row["count"]),
                 str(row["failed"]),
-                _number(row["reward"]),
-                *(_number(row["parts"].get(name)) for name in parts),
+                _format_number(row["reward"]),
+                *(_format_number(row["parts"].get(name)) for name in parts),
             ]
             for row in table
         ),
     ]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 

@@ -44,14 +44,14 @@ class LazyGroup(TyperGroup):
     """The module whose `app` has the commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        self._load()
+        self._load_commands()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        self._load()
+        self._load_commands()
         return super().get_command(ctx, cmd_name)
 
-    def _load(self) -> None:
+    def _load_commands(self) -> None:
         if self.commands:
             return
         from importlib import import_module

@@ -61,33 +61,33 @@ def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         write_json(summary)
         return
-    lines = list(_lines(summary))
+    lines = list(_flatten_values(summary))
     width = max((len(name) for name, _ in lines), default=0)
     for name, text in lines:
         typer.echo(f"{name:<{width}}  {text}".rstrip())
 
 
-def _lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         name = f"{prefix}{key}"
         inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
         if inner is None:
-            yield name, _text(value)
+            yield name, _format_value(value)
         elif set(inner) == {"value", "low", "high"}:
             yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(inner)
         elif set(inner) == {"value"}:
-            yield name, _text(inner["value"])
+            yield name, _format_value(inner["value"])
         else:
-            yield from _lines(inner, f"{name}.")
+            yield from _flatten_values(inner, f"{name}.")
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
-        return "[" + ", ".join(_text(entry) for entry in cast("list[Any]", value)) + "]"
+        return "[" + ", ".join(_format_value(entry) for entry in cast("list[Any]", value)) + "]"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -103,7 +103,7 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
         return 0
     except Stopped as stopped:
         # The work was not done, and shells expect this exit code.
-        return _tell(str(stopped), "interrupted", stopped.exit_code, as_json)
+        return _report_message(str(stopped), "interrupted", stopped.exit_code, as_json)
     except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
         return report_error(error, as_json=as_json)
     return code if isinstance(code, int) else 0
@@ -114,12 +114,12 @@ def report_error(error: Exception, *, as_json: bool) -> int:
     if lacks_memory(error):
         error = out_of_memory(error)
     if isinstance(error, GroupwiseError):
-        return _tell(error.message, error.code, error.exit_code, as_json)
+        return _report_message(error.message, error.code, error.exit_code, as_json)
     if isinstance(error, typer.TyperException):
         # An invalid command line; show typer's own text, which starts with the usage.
         show = getattr(error, "show", None)
         if show is not None:
-            error.message = clean(error.message) + _as_word(error)
+            error.message = clean(error.message) + _override_hint(error)
             show()
         else:
             say(f"{PROGRAM}: {error.format_message()}")
@@ -128,7 +128,7 @@ def report_error(error: Exception, *, as_json: bool) -> int:
         return error.exit_code
     say("".join(traceback.format_exception(error)).rstrip("\n"))
     error_text = f"{type(error).__name__}: {error}"
-    return _tell(f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json)
+    return _report_message(f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json)
 
 
 class Stopped(Exception):
@@ -141,7 +141,7 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
+def _report_message(message: str, code: str, exit_code: int, as_json: bool) -> int:
     gap = "\n" if "\n" in message else " "
     say(f"{PROGRAM}:{gap}{message}")
     if as_json:
@@ -149,7 +149,7 @@ def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
     return exit_code
 
 
-def _as_word(error: Any) -> str:
+def _override_hint(error: Any) -> str:
     """How to give an unknown flag that is a key of the config (`--num_generations 8`) as a word; empty for other flags and commands."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)

@@ -90,10 +90,10 @@ def serve(
 
     options_given = {name: value for name, value in asdict(options).items() if value is not None}
     settings = read_settings(config, os.environ, options_given, tuple(words or ()))
-    _serve(settings, start_with)
+    _run_server(settings, start_with)
 
 
-def _serve(settings: ServerConfig, start_with: Path | None) -> None:
+def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
     from importlib.util import find_spec
 

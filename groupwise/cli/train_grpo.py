@@ -33,7 +33,7 @@ EXAMPLES = {
 """Examples of values for required flags."""
 
 
-class _Command(Command):
+class _FlagCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
@@ -176,7 +176,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-command(app, PROGRAM, cls=_Command)(train_grpo)
+command(app, PROGRAM, cls=_FlagCommand)(train_grpo)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -55,7 +55,7 @@ class Interruption:
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
+                self._before[number] = signal.signal(number, self._handle_signal)
         self.open_ones.append(self)
         return self
 
@@ -73,9 +73,9 @@ class Interruption:
         """Ask the loop to end cleanly, from any thread."""
         if self._received is None:
             self._received, self._received_at = number, time.monotonic()
-        self._loop.call_soon_threadsafe(self._notice)
+        self._loop.call_soon_threadsafe(self._wake_waiter)
 
-    def _notice(self) -> None:
+    def _wake_waiter(self) -> None:
         on_first_signal, self._told = self._told, None
         self._event.set()
         if on_first_signal is not None:
@@ -99,7 +99,7 @@ class Interruption:
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def _handle_signal(self, number: int, _: FrameType | None) -> None:
         is_repeat = self._received is None or time.monotonic() - self._received_at < TOGETHER
         if not is_repeat and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
             # Raised between two steps of the loop, it may cost a task its next step, and the loop would wait for ever: see `_interrupt`.
@@ -161,7 +161,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(_woken_by_signals(work))
+        return asyncio.run(_with_signal_wakeup(work))
     inner: list[asyncio.AbstractEventLoop] = []
 
     async def noted() -> T:
@@ -173,7 +173,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         try:
             return done.result()
         except KeyboardInterrupt:
-            _end(inner)
+            _cancel_tasks(inner)
             return done.result()
 
 
@@ -188,7 +188,7 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
+async def _with_signal_wakeup(work: Coroutine[Any, Any, T]) -> T:
     """`work`, in a loop that wakes up for every signal.
 
     If a signal reaches another thread, Python only notes it; the main thread would handle it only at the loop's next event, without
@@ -215,7 +215,7 @@ def _drain(receiver: socket.socket) -> None:
         receiver.recv(4096)
 
 
-def _end(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
+def _cancel_tasks(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
     if Interruption.open_ones:
         Interruption.open_ones[-1].ask()
         return

@@ -79,21 +79,21 @@ def load(
     `kind` is the word for the loaded object in messages. `builtins` maps bare names to modules; `entry_points` is the group of entry
     points that installed packages register. A class is instantiated unless `instantiate` is false. Raises TaskError.
     """
-    target, attribute = _split(spec)
+    target, attribute = _split_spec(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return _loaded_plugin(
+        return _resolve_plugin(
             _load_file(file, spec, kind), str(file.resolve()), attribute, kind, instantiate
         )
     builtins = builtins or {}
     if attribute is None and target in builtins:
-        return _loaded_plugin(_import(builtins[target], kind), builtins[target], None, kind)
+        return _resolve_plugin(_import_module(builtins[target], kind), builtins[target], None, kind)
     announced = _entry_points(entry_points)
     if attribute is None and target in announced:
-        target, attribute = _split(announced[target])
-    if _exists(target):
-        return _loaded_plugin(_import(target, kind), target, attribute, kind, instantiate)
-    raise TaskError(_not_found(spec, target, kind, builtins, announced))
+        target, attribute = _split_spec(announced[target])
+    if _module_exists(target):
+        return _resolve_plugin(_import_module(target, kind), target, attribute, kind, instantiate)
+    raise TaskError(_unknown_plugin_message(spec, target, kind, builtins, announced))
 
 
 def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:
@@ -101,14 +101,14 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
 
     Whether a dotted module or an attribute exists is known only after the packages around it have run.
     """
-    target, _ = _split(spec)
+    target, _ = _split_spec(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return None if file.is_file() else _no_file(file, spec, kind)
+        return None if file.is_file() else _missing_file_message(file, spec, kind)
     announced = _entry_points(entry_points)
-    if "." in target or target in builtins or target in announced or _exists(target):
+    if "." in target or target in builtins or target in announced or _module_exists(target):
         return None
-    return _not_found(spec, target, kind, builtins, announced)
+    return _unknown_plugin_message(spec, target, kind, builtins, announced)
 
 
 def trains_when_imported(source: str | bytes) -> str | None:
@@ -176,7 +176,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
 
 
-def _split(spec: str) -> tuple[str, str | None]:
+def _split_spec(spec: str) -> tuple[str, str | None]:
     """Split `module:attribute`; a colon that is part of a path (`C:/task.py`) stays in the path."""
     target, colon, attribute = spec.rpartition(":")
     if colon and target and all(part.isidentifier() for part in attribute.split(".")):
@@ -188,7 +188,7 @@ def _is_path(target: str) -> bool:
     return target.endswith(".py") or "/" in target or "\\" in target
 
 
-def _loaded_plugin(
+def _resolve_plugin(
     module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
 ) -> LoadedPlugin:
     target: Any = module
@@ -235,7 +235,7 @@ def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
 
 def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
     if not file.is_file():
-        raise TaskError(_no_file(file, spec, kind))
+        raise TaskError(_missing_file_message(file, spec, kind))
     path = file.resolve()
     name = f"groupwise_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
@@ -287,7 +287,7 @@ def _forget_namesakes(folder: str) -> None:
             del sys.modules[name]
 
 
-def _exists(target: str) -> bool:
+def _module_exists(target: str) -> bool:
     if not all(part.isidentifier() for part in target.split(".")):
         return False
     # The console script, unlike `python -m`, does not put the working directory on sys.path. Add it last: it then hides no package.
@@ -295,7 +295,7 @@ def _exists(target: str) -> bool:
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
     parent = target.rpartition(".")[0]
-    if parent and not _exists(parent):
+    if parent and not _module_exists(parent):
         return False
     what = f"The module `{parent}` cannot be imported"
     return run_user_code(lambda: _find_spec(target), what=what) is not None
@@ -312,7 +312,7 @@ def _find_spec(target: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def _import(name: str, kind: str) -> ModuleType:
+def _import_module(name: str, kind: str) -> ModuleType:
     what = f"The {kind} module `{name}` cannot be imported"
 
     def run() -> ModuleType:
@@ -330,7 +330,7 @@ def _entry_points(group: str | None) -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 
 
-def _no_file(file: Path, spec: str, kind: str) -> str:
+def _missing_file_message(file: Path, spec: str, kind: str) -> str:
     folder = next(parent for parent in file.absolute().parents if parent.is_dir())
     files = sorted(path.name for path in folder.glob("*.py"))
     close = nearest(file.name, files)
@@ -344,7 +344,7 @@ def _no_file(file: Path, spec: str, kind: str) -> str:
     )
 
 
-def _not_found(
+def _unknown_plugin_message(
     spec: str, target: str, kind: str, builtins: Mapping[str, str], announced: Mapping[str, str]
 ) -> str:
     files = {path.stem: path.name for path in Path.cwd().glob("*.py")}

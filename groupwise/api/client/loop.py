@@ -130,7 +130,7 @@ async def train_async(
     `concurrency` groups are in progress at once. `first_draw`: position of the first example in the run's order of draws; None: the
     position after the finished steps. `sampling` overrides the run's own settings; `progress` shows the steps on standard error.
     """
-    _check(examples, reward_function, steps, concurrency)
+    _check_arguments(examples, reward_function, steps, concurrency)
     status = await client.status()
     if status.run_id is None or status.groups_per_step is None:
         raise UsageError("The server has no run. Begin one with client.start(…) first.")
@@ -143,7 +143,7 @@ async def train_async(
     if target <= done:
         return TrainingSummary(status.run_id)
     first_index = done * status.groups_per_step if first_draw is None else first_draw
-    draws = _Draws(first_index, (target - done) * status.groups_per_step)
+    draws = _DrawQueue(first_index, (target - done) * status.groups_per_step)
     name = f"{status.run_id} on {client.connection.url}"
     view = Progress(name, target, done) if progress else None
     with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as contexts:
@@ -156,7 +156,7 @@ async def train_async(
     return TrainingSummary(status.run_id, loop.metrics, scoring.failed)
 
 
-def _check(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
+def _check_arguments(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
     check_function(function, "reward_function")
     if not examples:
         raise UsageError("There are no examples. Give a list of mappings with at least `prompt`.")
@@ -172,7 +172,7 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
     check_columns(cast("RewardCallable", function), list(examples[0]), "reward_function")
 
 
-class _Draws:
+class _DrawQueue:
     """Hands out draws until `wanted` groups are in progress, or posted and not lost afterwards."""
 
     def __init__(self, first: int, total: int) -> None:
@@ -270,7 +270,7 @@ class _Loop:
         client: AsyncTrainingClient,
         examples: Sequence[Example],
         scoring: _Scoring,
-        draws: _Draws,
+        draws: _DrawQueue,
         sampling: Sampling,
         status: StatusAnswer,
         target: int,
@@ -292,8 +292,8 @@ class _Loop:
 
     async def run(self, concurrency: int) -> None:
         """Run until the watcher has seen the last step. Raises the error of the first worker (or watcher) that failed."""
-        watcher = asyncio.create_task(self._watch())
-        workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
+        watcher = asyncio.create_task(self._watch_events())
+        workers = [asyncio.create_task(self._process_draws()) for _ in range(concurrency)]
         waiting: set[asyncio.Task[None]] = {watcher, *workers}
         try:
             while not watcher.done():
@@ -310,18 +310,18 @@ class _Loop:
                     for group_id in list(self._open):
                         await self._client.give_up(group_id)
 
-    async def _work(self) -> None:
+    async def _process_draws(self) -> None:
         """Process one draw after another until the run is finished, or until the watcher ends the loop."""
         with suppress(RunFinished):
             while True:
                 draw = await self._draws.take()
                 posted = False
                 try:
-                    posted = await self._draw(draw)
+                    posted = await self._process_draw(draw)
                 finally:
                     await self._draws.give_back(posted=posted)
 
-    async def _draw(self, draw: int) -> bool:
+    async def _process_draw(self, draw: int) -> bool:
         """Get the completions of one draw, score them and post the rewards. True if the server accepted them."""
         example = self._examples[draw % len(self._examples)]
         columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
@@ -349,7 +349,7 @@ class _Loop:
             finally:
                 self._open.discard(group.group_id)
 
-    async def _watch(self) -> None:
+    async def _watch_events(self) -> None:
         """Follow the server's events up to the last step, or to the run's end."""
         events = self._client.events(self._begun.last_event_id)
         async with aclosing(cast("Any", events)):
@@ -357,7 +357,7 @@ class _Loop:
                 if event.run_id not in (None, self._begun.run_id):
                     continue
                 if event.kind == EventKind.STEP:
-                    self._step(event)
+                    self._record_step(event)
                     if event.step == self._target - 1:
                         return
                 elif event.kind in ENDS:
@@ -373,7 +373,7 @@ class _Loop:
                     )
                     await self._draws.lost(lost_groups)
 
-    def _step(self, event: EventData) -> None:
+    def _record_step(self, event: EventData) -> None:
         if event.step is None or event.step < (self._begun.step or 0):
             return
         metrics = event.metrics or {}

@@ -49,7 +49,7 @@ class EventReader:
         )
         *blocks, rest = text.split(b"\n\n")
         self._rest = rest + b"\r" * has_open_return
-        parsed = [event for block in blocks if (event := _event(block)) is not None]
+        parsed = [event for block in blocks if (event := _parse_event(block)) is not None]
         new_events: list[EventData] = []
         for event in parsed:
             if self.last_id is None or event.id > self.last_id:
@@ -58,7 +58,7 @@ class EventReader:
         return new_events
 
 
-def _event(block: bytes) -> EventData | None:
+def _parse_event(block: bytes) -> EventData | None:
     """The event in a block of lines; None if there is only a comment that keeps the connection alive."""
     lines = [line for line in block.split(b"\n") if line.startswith(b"data:")]
     if not lines:

@@ -89,7 +89,7 @@ def assemble(
     app = FastAPI(
         title=about.title,
         version=version,
-        description=about.description + _roles(routes, shared.role_words),
+        description=about.description + _role_table(routes, shared.role_words),
         docs_url=None,  # FastAPI's pages would load scripts from other sites
         redoc_url=None,
         openapi_url=None,  # we serve the document by a route of our own
@@ -122,9 +122,9 @@ def assemble(
         answer=dict[str, Any],
     )
     for route in (*routes, document_route):
-        _add(app, route, shared.role_words)
-    app.add_exception_handler(RequestValidationError, cast("Any", _invalid))
-    app.add_exception_handler(HTTPException, cast("Any", _no_such_route))
+        _add_route(app, route, shared.role_words)
+    app.add_exception_handler(RequestValidationError, cast("Any", _refuse_invalid_request))
+    app.add_exception_handler(HTTPException, cast("Any", _refuse_http_exception))
     # The middleware that is added last is the outermost.
     app.add_middleware(cast("Any", BodyRead), shared=shared)
     app.add_middleware(cast("Any", Guarded), shared=shared, who=caller_of, local_only=local_only)
@@ -133,7 +133,7 @@ def assemble(
     return app
 
 
-def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
+def _role_table(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
     """A table of the routes that each role may use."""
     rows = [
         "\n\nEach role may do what the ones above it may.\n",
@@ -146,7 +146,7 @@ def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
     return "\n".join(rows)
 
 
-def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
+def _add_route(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
     """Add a route; in the document, with an example of every problem that it answers with, by status."""
     codes_by_status: dict[int | str, list[str]] = {}
     for code in sorted(route.all_codes):
@@ -221,7 +221,7 @@ class _StrictRoute(APIRoute):
 # Refusals of the framework
 
 
-async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
+async def _refuse_invalid_request(request: Request, error: RequestValidationError) -> NoReturn:
     body = cast("APIRoute", request.scope["route"]).body_field
     errors: list[FieldError] = []
     for of_body in (True, False):
@@ -236,7 +236,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
     raise Refusal("invalid_request", summary_of(errors), errors=errors) from None
 
 
-async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
+async def _refuse_http_exception(request: Request, error: HTTPException) -> NoReturn:
     request_line = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         raise Refusal(

@@ -55,7 +55,7 @@ class Bodies:
             async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._limits.add(limit)
                 try:
-                    return await self._whole(receive)
+                    return await self._read_all(receive)
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
@@ -65,7 +65,7 @@ class Bodies:
                 "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
             ) from None
 
-    async def _whole(self, receive: Receive) -> bytes:
+    async def _read_all(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
         size, more_body = 0, True
         while more_body:

@@ -42,7 +42,7 @@ class InProcessTransport(httpx2.BaseTransport):
         # Room for one message: the application waits until the reader takes it.
         messages: asyncio.Queue[Message | Exception] = asyncio.Queue(1)
         answering = asyncio.run_coroutine_threadsafe(
-            self._answer(request, request.read(), messages), self._loop
+            self._run_app(request, request.read(), messages), self._loop
         )
         body = _AnswerBody(self, messages, answering)
         try:
@@ -52,7 +52,7 @@ class InProcessTransport(httpx2.BaseTransport):
             raise
         return httpx2.Response(start["status"], headers=start["headers"], stream=body)
 
-    async def _answer(
+    async def _run_app(
         self, request: httpx2.Request, body: bytes, messages: asyncio.Queue[Message | Exception]
     ) -> None:
         unread = [body]

@@ -80,7 +80,7 @@ class Observed:
         scope[SCOPE] = facts
         answer = _Response(send, facts)
         try:
-            await self._answer(scope, receive, answer)
+            await self._call_app(scope, receive, answer)
         finally:
             self._report(
                 scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - start_time
@@ -88,7 +88,7 @@ class Observed:
         if facts.code:
             await self._shared.refused(facts)
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: _Response) -> None:
+    async def _call_app(self, scope: Scope, receive: Receive, answer: _Response) -> None:
         try:
             await self._app(scope, receive, answer.send)
         except Refusal as refusal:

@@ -49,9 +49,9 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
         return None
     key = keys.pop()
     if keys:
-        raise _not_valid(f"differs from {HEADERS[1]}; send one of the two")
+        raise _invalid_key(f"differs from {HEADERS[1]}; send one of the two")
     if (problem := key_problem(key)) is not None:
-        raise _not_valid(problem)
+        raise _invalid_key(problem)
     return key
 
 
@@ -67,23 +67,23 @@ def key_problem(key: str) -> str | None:
 def body_hash(body: bytes) -> str:
     """The same for bodies that ask the same: order of keys, blanks, and 1 or 1.0 do not matter."""
     try:
-        canonical = json.dumps(_plain(json.loads(body)), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(_with_whole_numbers(json.loads(body)), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):  # no JSON, or nested too deep to be read: as it stands
         return hashlib.sha256(b"bytes:" + body).hexdigest()
     return hashlib.sha256(b"json:" + canonical.encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
         return int(value)
     if isinstance(value, list):
-        return [_plain(item) for item in cast("list[Any]", value)]
+        return [_with_whole_numbers(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
+        return {key: _with_whole_numbers(item) for key, item in cast("dict[str, Any]", value).items()}
     return value
 
 
-def _not_valid(problem: str) -> Refusal:
+def _invalid_key(problem: str) -> Refusal:
     return Refusal(
         "invalid_request",
         f"The header {HEADER} {problem}.",

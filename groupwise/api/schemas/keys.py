@@ -145,7 +145,7 @@ class Keyring:
         match = _KEY.fullmatch(presented)
         name = match["id"] if match else ""
         stored = self._stored.get(name)
-        digest = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
+        digest = hashlib.sha256(_hashed_part(name, match["secret"] if match else "")).digest()
         digest_matches = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
         plain_digest = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
         plain_matches = hmac.compare_digest(plain_digest, self._plain)
@@ -199,7 +199,7 @@ def presented_key(headers: Mapping[str, str]) -> str | None:
 def new_key(role: Role, prefix: str = PREFIX) -> NewKey:
     """Make a new key, and its line for the key file."""
     name, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
-    digest = hashlib.sha256(_identity(name, secret)).digest()
+    digest = hashlib.sha256(_hashed_part(name, secret)).digest()
     return NewKey(name, digest, f"{prefix}-{name}-{secret}", f"{name} {role.word} {digest.hex()}")
 
 
@@ -265,7 +265,7 @@ def _read_line(words: list[str]) -> StoredKey | str:
     return StoredKey(name, role, bytes.fromhex(digest))
 
 
-def _identity(name: str, secret: str) -> bytes:
+def _hashed_part(name: str, secret: str) -> bytes:
     """The bytes of a key that are hashed: all but the word that it begins with."""
     return f"{name}-{secret}".encode()
 

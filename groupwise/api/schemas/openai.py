@@ -53,7 +53,7 @@ class TextPart(Body):
     text: str = Field(description="The text.")
 
 
-def _content(content: object) -> str:
+def _content_tag(content: object) -> str:
     return "(parts)" if isinstance(content, list) else "(text)"
 
 
@@ -67,7 +67,7 @@ class ChatMessage(Body):
     )
     content: Annotated[
         Annotated[str | None, Tag("(text)")] | Annotated[list[TextPart], Tag("(parts)")],
-        Discriminator(_content),
+        Discriminator(_content_tag),
     ] = Field(
         default=None,
         description="The message: text, or pieces of text. null if a message only calls tools.",
@@ -258,7 +258,7 @@ class _Request(Body):
         raise NotImplementedError
 
     @model_validator(mode="after")
-    def _can_be_done(self) -> Self:
+    def _check_supported(self) -> Self:
         for problem in self._problems():
             raise problem
         return self

@@ -408,10 +408,10 @@ class Refusal(GroupwiseError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _refusal, (self.code, self.detail, self.errors, self.retry_after)
+        return _rebuild_refusal, (self.code, self.detail, self.errors, self.retry_after)
 
 
-def _refusal(
+def _rebuild_refusal(
     code: str, detail: str, errors: tuple[FieldError, ...], retry_after: float | None
 ) -> Refusal:
     return Refusal(code, detail, errors=errors, retry_after=retry_after)

@@ -101,7 +101,7 @@ def wrong(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "{problem}", {"problem": problem, "field": field})
 
 
-def _no_twice(values: list[Any]) -> list[Any]:
+def _check_unique(values: list[Any]) -> list[Any]:
     if len(set(values)) != len(values):
         twice = next(value for value in values if values.count(value) > 1)
         raise PydanticCustomError("twice", "{value} stands twice", {"value": twice})
@@ -346,7 +346,7 @@ class StartRequest(Body):
         return self.groups_per_step or self.training_batch_size * self.gradient_accumulation_steps
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         product = self.training_batch_size * self.gradient_accumulation_steps
         parts = {"training_batch_size", "gradient_accumulation_steps"} & self.model_fields_set
         if self.groups_per_step is not None and parts and self.groups_per_step != product:
@@ -443,7 +443,7 @@ class CompletionsRequest(Body):
         description="Position in the run's order of draws, from which the seeds follow; null: the next free one. Given by all clients, "
         "the run repeats bit for bit. With `prompt`.",
     )
-    draws: Annotated[list[Draw], AfterValidator(_no_twice)] | None = Field(
+    draws: Annotated[list[Draw], AfterValidator(_check_unique)] | None = Field(
         default=None,
         description="The same for each of `prompts`.",
         min_length=1,
@@ -485,7 +485,7 @@ class CompletionsRequest(Body):
         return (self.draw,)
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _check_one_form(self) -> Self:
         if (self.prompt is None) == (self.prompts is None):
             both = "" if self.prompt is None else ", not both"
             raise wrong("prompt", f"give either `prompt`, for one, or `prompts`, for several{both}")
@@ -580,7 +580,7 @@ class GroupRewards(Body):
         return None if self.prompt is None else plain_prompt(self.prompt)
 
     @model_validator(mode="after")
-    def _says_which_and_counts(self) -> Self:
+    def _check_rewards(self) -> Self:
         if self.group_id is None and (self.prompt is None or self.completions is None):
             raise wrong(
                 "group_id", "is needed, or `prompt` and `completions` as they were answered"
@@ -599,7 +599,7 @@ class RewardsOfOne(GroupRewards):
     timeout: Timeout = DEFAULT_WAIT
 
     @model_validator(mode="after")
-    def _waits(self) -> Self:
+    def _check_wait(self) -> Self:
         return _check_timeout(self)
 
     @property
@@ -618,7 +618,7 @@ class RewardsOfSeveral(Body):
     timeout: Timeout = DEFAULT_WAIT
 
     @model_validator(mode="after")
-    def _waits(self) -> Self:
+    def _check_wait(self) -> Self:
         return _check_timeout(self)
 
     @property
@@ -627,7 +627,7 @@ class RewardsOfSeveral(Body):
         return tuple(self.groups)
 
     @model_validator(mode="after")
-    def _each_once(self) -> Self:
+    def _check_unique_groups(self) -> Self:
         seen: set[str] = set()
         for index, group in enumerate(self.groups):
             if group.group_id is not None and group.group_id in seen:
@@ -636,7 +636,7 @@ class RewardsOfSeveral(Body):
         return self
 
 
-def _how_many(body: object) -> str:
+def _rewards_tag(body: object) -> str:
     if isinstance(body, Mapping):
         return "(several)" if "groups" in body else "(one)"
     return "(several)" if isinstance(body, RewardsOfSeveral) else "(one)"
@@ -644,7 +644,7 @@ def _how_many(body: object) -> str:
 
 RewardsRequest = Annotated[
     Annotated[RewardsOfOne, Tag("(one)")] | Annotated[RewardsOfSeveral, Tag("(several)")],
-    Discriminator(_how_many),
+    Discriminator(_rewards_tag),
 ]
 """The rewards of one group, or, under `groups`, of several."""
 
@@ -675,7 +675,7 @@ class RewardsBatchAnswer(ResponseModel):
 class StepRequest(Body):
     """A step to be taken now."""
 
-    group_ids: Annotated[list[GroupId], AfterValidator(_no_twice)] | None = Field(
+    group_ids: Annotated[list[GroupId], AfterValidator(_check_unique)] | None = Field(
         default=None,
         description="The rewarded or held groups to learn from; null: all that are rewarded and not held, at most `groups_per_step`.",
         min_length=1,
@@ -691,7 +691,7 @@ class StepRequest(Body):
     timeout: Timeout = DEFAULT_WAIT
 
     @model_validator(mode="after")
-    def _waits(self) -> Self:
+    def _check_wait(self) -> Self:
         return _check_timeout(self)
 
 

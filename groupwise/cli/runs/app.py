@@ -89,11 +89,11 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
 def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """Show one run: state, configuration, last metrics, checkpoints, evaluations."""
     path = resolve(run, dir).path
-    facts = _facts(path)
+    facts = _run_facts(path)
     if as_json:
         write_json(facts)
     else:
-        _print_facts(facts)
+        _print_run_facts(facts)
 
 
 @app.command()
@@ -224,7 +224,7 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
 # One run
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _run_facts(path: Path) -> dict[str, Any]:
     with Store.open(path / RECORD, readonly=True) as store:
         last_step = store.last_step()
         curves = store.metrics(["reward", "loss"])
@@ -258,7 +258,7 @@ def _facts(path: Path) -> dict[str, Any]:
         }
 
 
-def _print_facts(facts: Mapping[str, Any]) -> None:
+def _print_run_facts(facts: Mapping[str, Any]) -> None:
     total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
     error, name = facts["error"], facts["name"]
     # The result's URL on the hub, or the error; None if it was not to be uploaded, or the run has not ended.
@@ -355,7 +355,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             facts = [f"#{view.member}", verdict]
             if view.advantage is not None:
                 facts.append(f"advantage {view.advantage:+.3f}")
-            facts.append(f"{view.completion_tokens} tokens{_cut_off(view)}")
+            facts.append(f"{view.completion_tokens} tokens{_cut_off_text(view)}")
             if view.attempt:
                 facts.append(f"attempt {view.attempt}")
             print_text("\n  " + " · ".join(facts))
@@ -368,7 +368,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             print_text(indent(view.completion, "     "))
 
 
-def _cut_off(view: RolloutView) -> str:
+def _cut_off_text(view: RolloutView) -> str:
     """Whether a limit cut the rollout off and, if there are several limits, which one, as text."""
     limit = LIMITS.get(view.ended_by or "")
     return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""

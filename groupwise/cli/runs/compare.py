@@ -79,7 +79,7 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
             difference = (
                 f"{metric.b - metric.a:+.3f}"
                 if metric.change is None
-                else _with_sign(metric.change)
+                else _signed_interval(metric.change)
             )
             table.append(
                 (metric.name, round_number(metric.a), round_number(metric.b), difference, *counts)
@@ -98,14 +98,14 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
             print_text(indent(completion, "     "))
 
 
-def _with_sign(interval: Interval) -> str:
+def _signed_interval(interval: Interval) -> str:
     return f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
 def _print_curve(curve: CurveChange) -> None:
     print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
     head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
-    change = _with_sign(curve.change) if curve.change else "no draws with the same prompt"
+    change = _signed_interval(curve.change) if curve.change else "no draws with the same prompt"
     rows = [
         head,
         ("A", *map(round_number, curve.a), ""),

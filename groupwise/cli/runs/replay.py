@@ -39,7 +39,7 @@ def replay(
         write_json(result.summary())
     else:
         head = ("step", "", "loss", "grad_norm", "version", "fingerprint", "")
-        rows = [row for step in result.steps for row in _rows(step)]
+        rows = [row for step in result.steps for row in _step_rows(step)]
         print_text(f"{result.run} from {result.start}\n")
         print_table([head, *rows])
         for reason in result.rounding:
@@ -48,16 +48,16 @@ def replay(
     raise typer.Exit(result.exit_code)
 
 
-def _rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _step_rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
     agrees = "equal" if step.exact else "agrees"
     result = f"DIFFERS: {', '.join(step.differences)}" if step.differences else agrees
     return (
-        (str(step.step), "recorded", *_cells(step.recorded), ""),
-        ("", "replayed", *_cells(step.replayed), result),
+        (str(step.step), "recorded", *_result_cells(step.recorded), ""),
+        ("", "replayed", *_result_cells(step.replayed), result),
     )
 
 
-def _cells(learnt: Learnt) -> tuple[str, ...]:
+def _result_cells(learnt: Learnt) -> tuple[str, ...]:
     numbers = ["–" if value is None else repr(value) for value in (learnt.loss, learnt.grad_norm)]
     return (*numbers, str(learnt.version), learnt.fingerprint)
 

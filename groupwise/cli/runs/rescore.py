@@ -78,8 +78,8 @@ def rescore(
         ]
         print_text(f"{result.run} by {', '.join(weighted)}\n")
         head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
-        steps = [_row(f"{step}", agreement) for step, agreement in result.steps.items()]
-        print_table([head, *steps, *([_row("all", result.overall)] if len(steps) > 1 else [])])
+        steps = [_agreement_row(f"{step}", agreement) for step, agreement in result.steps.items()]
+        print_table([head, *steps, *([_agreement_row("all", result.overall)] if len(steps) > 1 else [])])
         # The most frequent failures, and the functions that failed on every rollout.
         if result.overall.reasons:
             print_text("\nwhat failed, and why")
@@ -97,7 +97,7 @@ def rescore(
     raise typer.Exit(result.exit_code)
 
 
-def _row(name: str, agreement: Agreement) -> tuple[str, ...]:
+def _agreement_row(name: str, agreement: Agreement) -> tuple[str, ...]:
     values = (agreement.old, agreement.new, agreement.correlation, agreement.agreement)
     texts = ["–" if value is None else f"{value:.3f}" for value in values]
     return (

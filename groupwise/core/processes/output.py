@@ -23,7 +23,7 @@ class Output:
         self._prefix = prefix
         self._left = _LINES_PER_CALL
         self._tail: deque[str] = deque(maxlen=5)
-        self._thread = threading.Thread(target=self._read, name=f"{prefix} output", daemon=True)
+        self._thread = threading.Thread(target=self._read_lines, name=f"{prefix} output", daemon=True)
         self._thread.start()
 
     def begin_call(self) -> None:
@@ -43,7 +43,7 @@ class Output:
         """Wait up to a second for the rest of the output of a killed process."""
         self._thread.join(1.0)
 
-    def _read(self) -> None:
+    def _read_lines(self) -> None:
         with self._stream as stream:
             pending = b""
             while piece := os.read(stream.fileno(), 1 << 16):

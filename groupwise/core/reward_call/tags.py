@@ -32,10 +32,10 @@ def check_tag(tag: Tag) -> None:
                 f"{tag!r} cannot be the name of a tag. Give it without brackets, for example `think`, or give both marks as a list."
             )
     else:
-        _check_apart(tag)
+        _check_distinct(tag)
 
 
-def _check_apart(all_marks: tuple[str, ...]) -> None:
+def _check_distinct(all_marks: tuple[str, ...]) -> None:
     if not all(mark.strip() for mark in all_marks):
         raise ValueError(f"{all_marks} cannot be the marks of tags: one of them is empty.")
     for first, second in permutations(all_marks, 2):
@@ -57,7 +57,7 @@ class Tags:
         check_tag(self.answer)
         if self.reasoning == self.answer:
             raise ValueError(f"both tags are {self.answer!r}. Give them different names.")
-        _check_apart(self.four)
+        _check_distinct(self.four)
 
     @property
     def four(self) -> tuple[str, str, str, str]:
@@ -68,10 +68,10 @@ class Tags:
         """How often each of the four tags occurs, in the order of `four`."""
         reasoning_opened, reasoning_closed, answer_opened, answer_closed = self.four
         return (
-            _count(reasoning_opened, text),
-            _count(reasoning_closed, text),
-            _count(answer_opened, text),
-            _count(answer_closed, text),
+            _count_mark(reasoning_opened, text),
+            _count_mark(reasoning_closed, text),
+            _count_mark(answer_opened, text),
+            _count_mark(answer_closed, text),
         )
 
     def share(self, text: str) -> float:
@@ -150,10 +150,10 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Patterns that open and close any of these tags or a reasoning channel."""
     opening_marks, closing_marks = zip(*map(marks, tags), strict=True)
-    return _any_of(opening_marks, _CHANNEL_OPENS), _any_of(closing_marks, _CHANNEL_CLOSES)
+    return _any_mark_pattern(opening_marks, _CHANNEL_OPENS), _any_mark_pattern(closing_marks, _CHANNEL_CLOSES)
 
 
-def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
+def _any_mark_pattern(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
     spaced = [re.escape(text).replace(">", r"\s*>") for text in texts]  # `<think >` opens, too
     return re.compile("|".join([*spaced, pattern]), re.IGNORECASE)
 
@@ -182,5 +182,5 @@ _IN_A_LIST = re.compile(r"\s*(?:[,;]\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)
 """The text allowed between pairs that are one answer together."""
 
 
-def _count(tag: str, text: str) -> int:
+def _count_mark(tag: str, text: str) -> int:
     return len(re.findall(re.escape(tag), text, re.IGNORECASE))
