@@ -142,7 +142,9 @@ def evaluate(
     suite_options = suites.given()
     common = {"samples_per_prompt": samples_per_prompt, "output": output}
     if suite:
-        _refuse_options({"config": config, "task_module": task_module, "overrides": overrides}, "with")
+        _refuse_options(
+            {"config": config, "task_module": task_module, "overrides": overrides}, "with"
+        )
         suite_options |= {name: value for name, value in common.items() if value is not None}
         _evaluate_suites(tuple(suite), policy, suite_options, dry_run=dry_run, as_json=as_json)
         return

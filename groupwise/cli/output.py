@@ -128,7 +128,9 @@ def report_error(error: Exception, *, as_json: bool) -> int:
         return error.exit_code
     say("".join(traceback.format_exception(error)).rstrip("\n"))
     error_text = f"{type(error).__name__}: {error}"
-    return _report_message(f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json)
+    return _report_message(
+        f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json
+    )
 
 
 class Stopped(Exception):

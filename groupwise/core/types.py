@@ -456,15 +456,15 @@ T = TypeVar("T")
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def to_json(value: Any) -> bytes:
     """Any record of this module as JSON. Floats keep every bit. Only `Row` may hold NaN or infinities; other code rejects them earlier."""
-    return _adapter(cast("type[Any]", type(value))).dump_json(value)
+    return _type_adapter(cast("type[Any]", type(value))).dump_json(value)
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:
     """The inverse of `to_json` for a record of type `kind`; raises pydantic's ValidationError."""
-    return _adapter(kind).validate_json(data)
+    return _type_adapter(kind).validate_json(data)

@@ -93,7 +93,7 @@ def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
             )  # the names of `from … import names`
             with suppress(Exception, SystemExit):  # the function will raise it itself
                 name = importlib.util.resolve_name("." * level + instruction.argval, package)
-                if _is_of_the_user(name.partition(".")[0]):
+                if _is_user_module(name.partition(".")[0]):
                     imported[name] = importlib.import_module(name)
                     for submodule in imported_names:
                         if not hasattr(sys.modules[name], submodule):
@@ -105,7 +105,7 @@ def _module_parts(
     module: ModuleType, names: Sequence[str], parents: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Names in a user's module, and in modules within it, that code may use, with their values."""
-    if not _is_of_the_user(module.__name__) or module in parents:
+    if not _is_user_module(module.__name__) or module in parents:
         return
     for name in names:
         value = vars(module).get(name)
@@ -147,15 +147,15 @@ def of_this_package(value: FunctionType | type) -> bool:
 def is_users_function(value: FunctionType) -> bool:
     """True if the user wrote it or the function that it wraps; `functools.wraps` gives a wrapper the module of the wrapped function."""
     modules = (value.__module__, value.__globals__.get("__name__", "__main__"))
-    return any(_is_of_the_user(str(module)) for module in modules)
+    return any(_is_user_module(str(module)) for module in modules)
 
 
 def is_users_class(value: type) -> bool:
     """True if the user wrote the class, in Python."""
-    return not value.__flags__ & _COMPILED and _is_of_the_user(str(value.__module__))
+    return not value.__flags__ & _COMPILED and _is_user_module(str(value.__module__))
 
 
-def _is_of_the_user(module: str) -> bool:
+def _is_user_module(module: str) -> bool:
     """True for a module that is neither of this package, nor of Python, nor installed."""
     if module == "__main__":
         return True
@@ -182,7 +182,7 @@ SAID: tuple[type, ...] = (
 """Standard library values whose repr describes them completely."""
 CACHED: Any = type(functools.lru_cache(len))
 """Type of a function wrapped by `functools.cache`."""
-_MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
+_WRAPPED_ATTRIBUTES: tuple[tuple[Any, dict[str, str]], ...] = (
     (MethodType, {"function": "__func__", "self": "__self__"}),
     ((staticmethod, classmethod), {"function": "__func__"}),
     (property, {"get": "fget", "set": "fset", "delete": "fdel"}),
@@ -219,7 +219,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
             if isinstance(part, plain_types) or is_users_code(part)
         }
     if isinstance(value, type):
-        return _of_class(cast("type[object]", value))
+        return _class_entries(cast("type[object]", value))
     if isinstance(value, functools.partial | functools.partialmethod):
         partial_object = cast("functools.partial[Any]", value)
         arguments = {
@@ -227,7 +227,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
             for position, argument in enumerate(partial_object.args, 1)
         }
         return {"function": partial_object.func, **arguments, **partial_object.keywords}
-    for kinds, attributes in _MADE_OF:
+    for kinds, attributes in _WRAPPED_ATTRIBUTES:
         if isinstance(value, kinds):
             return {name: getattr(value, attribute) for name, attribute in attributes.items()}
     if isinstance(value, _BY_ATTRIBUTES):
@@ -243,7 +243,7 @@ def is_users_code(value: Any) -> bool:
     return isinstance(value, FunctionType) and is_users_function(value)
 
 
-def _of_class(value: type[object]) -> dict[str, Any]:
+def _class_entries(value: type[object]) -> dict[str, Any]:
     """The entries of a class that the user wrote, and the defaults of a model's fields; empty for other classes."""
     if not is_users_class(value):
         return {}

@@ -294,7 +294,7 @@ class TrainingConfig(Worded):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _number_as_the_field_has_it(cls, original: Any, info: ValidationInfo) -> Any:
+    def _convert_number(cls, original: Any, info: ValidationInfo) -> Any:
         """Converts numpy numbers to Python's, and 10.0 to 10 if the field takes integers."""
         value = plain_number(original)
         is_whole = isinstance(value, float) and value.is_integer()
@@ -303,7 +303,7 @@ class TrainingConfig(Worded):
 
     @field_validator(*SECRETS, mode="before")
     @classmethod
-    def _is_no_mask(cls, value: Any) -> Any:
+    def _refuse_mask(cls, value: Any) -> Any:
         if _is_mask(value):
             raise ValueError(
                 "asterisks are no credential: they stand in its place where a config is shown or dumped. Give the credential itself, or "
@@ -319,7 +319,7 @@ class TrainingConfig(Worded):
 
     @field_validator("experiment_name")
     @classmethod
-    def _is_a_folder_name(cls, name: str) -> str:
+    def _check_folder_name(cls, name: str) -> str:
         if not RUN_NAME.fullmatch(name) or name in RESERVED:
             quoted = json.dumps("…" if holds_secret(name) else name, ensure_ascii=False)
             raise ValueError(
@@ -337,7 +337,7 @@ class TrainingConfig(Worded):
         return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _compute(self) -> Self:
+    def _compute_fields(self) -> Self:
         """Computes the fields that are None, and those computed before, from the other fields."""
         values = vars(self)
         for name in ("system_prompt", "checkpoint_dir"):
@@ -357,7 +357,7 @@ class TrainingConfig(Worded):
         return self
 
     @model_validator(mode="after")
-    def _suits_the_core(self, info: ValidationInfo) -> Self:
+    def _check_core_config(self, info: ValidationInfo) -> Self:
         """Checks the core's config; errors use the names of this class unless a key of the core was given."""
         if info.context is EACH_VALUE_ALONE:
             return self

@@ -73,7 +73,7 @@ class Connection:
         """See `groupwise.notebook.train_grpo`."""
         return train_grpo(
             config,
-            self._own(session),
+            self._check_session(session),
             reward_functions=reward_functions,
             extra_reward_functions=extra_reward_functions,
             resume=resume,
@@ -83,7 +83,7 @@ class Connection:
         self, config: TrainingConfig, session: Session, test_question: str | None = None
     ) -> str:
         """See `groupwise.notebook.quick_test`."""
-        return quick_test(config, self._own(session), test_question)
+        return quick_test(config, self._check_session(session), test_question)
 
     def evaluate(
         self,
@@ -97,7 +97,7 @@ class Connection:
         """See `groupwise.notebook.evaluate`."""
         return evaluate(
             config,
-            self._own(session),
+            self._check_session(session),
             samples_per_prompt=samples_per_prompt,
             reward_functions=reward_functions,
             extra_reward_functions=extra_reward_functions,
@@ -145,7 +145,7 @@ class Connection:
             server=self.url,
         )
 
-    def _own(self, session: Session) -> Session:
+    def _check_session(self, session: Session) -> Session:
         """The session, if it belongs to this server. Raises UsageError otherwise, because it would silently be computed elsewhere."""
         # If it is not a session at all, the called function reports that.
         if getattr(session, "server", self.url) != self.url:

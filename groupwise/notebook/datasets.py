@@ -111,7 +111,7 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
     if name in _BUILT_IN:
         rows = _BUILT_IN[name](config)
     elif name in _REGISTERED:
-        rows = _of_loader(name, _REGISTERED[name], config)
+        rows = _loader_rows(name, _REGISTERED[name], config)
     else:
         source_rows = read_source(name, limit=config.dataset_max, seed=config.seed)
         column_names = list(dict.fromkeys(column for row in source_rows for column in row))
@@ -126,7 +126,7 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
         ]
         columns = {renames.get(column, column) for column in column_names}
         by_rubric = columns.intersection(rubric_answers.COLUMNS["rubric"])
-        rows = _of_rubrics(source_rows, name) if by_rubric else _of_answers(source_rows, name)
+        rows = _rubric_rows(source_rows, name) if by_rubric else _answer_rows(source_rows, name)
     train, test = split_rows(rows, name, config)
     return with_prompts(train, config), with_prompts(test, config)
 
@@ -138,12 +138,12 @@ def _openrubrics(config: TrainingConfig) -> Rows:
         winner = str(row.get("winner")).strip().lower()[-1:]  # A or B, or Response A
         better = {"a": "response_a", "b": "response_b"}.get(winner)
         rows.append({**row, "reference": row[better]} if better and better in row else row)
-    return _of_rubrics(rows, OPENRUBRICS)
+    return _rubric_rows(rows, OPENRUBRICS)
 
 
 def _gsm8k(config: TrainingConfig) -> Rows:
     rows = read_source(GSM8K, "main", "train", limit=config.dataset_max, seed=config.seed)
-    return _of_answers(rows, GSM8K)
+    return _answer_rows(rows, GSM8K)
 
 
 def _arithmetic(config: TrainingConfig) -> Rows:
@@ -162,9 +162,9 @@ _BUILT_IN: dict[str, Callable[[TrainingConfig], Rows]] = {
 }
 
 
-def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
+def _rubric_rows(rows: Sequence[Row], name: str) -> Rows:
     task_config = rubric_answers.TaskConfig(source=name)
-    names = _names(rows, name, rubric_answers.COLUMNS, ("question", *RUBRIC))
+    names = _source_columns(rows, name, rubric_answers.COLUMNS, ("question", *RUBRIC))
 
     def to_row(row: Row) -> Row:
         return rubric_answers.row_of(task_config, {field: row.get(names[field]) for field in names})
@@ -172,9 +172,9 @@ def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
     return _rename_columns(rows, names, to_row, name)
 
 
-def _of_answers(rows: Sequence[Row], name: str) -> Rows:
+def _answer_rows(rows: Sequence[Row], name: str) -> Rows:
     task_config = math.TaskConfig(source=name)
-    names = _names(rows, name, math.COLUMNS, ("question", "answer"))
+    names = _source_columns(rows, name, math.COLUMNS, ("question", "answer"))
 
     def to_row(row: Row) -> Row:
         answer = row.get(names["answer"])
@@ -192,7 +192,7 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
     return _rename_columns(rows, names, to_row, name)
 
 
-def _names(
+def _source_columns(
     rows: Sequence[Row], name: str, aliases: Mapping[str, Sequence[str]], columns: Sequence[str]
 ) -> dict[str, str]:
     """The source's names of the wanted columns. `prompt` is used as the question only if there is no other."""
@@ -232,7 +232,7 @@ def _rename_columns(
     return usable_rows(rows, full_row, f"The dataset {name!r}")
 
 
-def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+def _loader_rows(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
     source = f"The dataset {name!r}"
     loaded = run_user_code(lambda: loader(config), what=f"{source} failed")
     if type(loaded) is tuple and len(cast("tuple[Any, ...]", loaded)) == 2:

@@ -86,13 +86,17 @@ def run_names(config: TrainingConfig) -> set[str]:
     """Names of the experiment's runs that are on Drive."""
     folder = mirror(config)
     first = run_folder(config)
-    return set() if folder is None else {sibling(first, number).name for number in _numbers(folder)}
+    return (
+        set()
+        if folder is None
+        else {sibling(first, number).name for number in _run_numbers(folder)}
+    )
 
 
 def bring_back(mirror_folder: Path, run: Path) -> list[str]:
     """Restore the runs of an experiment that are mirrored but missing here, each from its newest checkpoint. Returns `run@step` of each."""
     restored: list[str] = []
-    for number in _numbers(mirror_folder):
+    for number in _run_numbers(mirror_folder):
         own_folder = sibling(run, number)
         if (own_folder / RECORD).is_file():
             continue
@@ -101,7 +105,7 @@ def bring_back(mirror_folder: Path, run: Path) -> list[str]:
             checkpoints.complete(sibling(mirror_folder, number) / CHECKPOINTS)
         ):
             copy = own_folder / CHECKPOINTS / checkpoint.path.name
-            _copy(checkpoint.path, copy)
+            _copy_folder(checkpoint.path, copy)
             try:
                 checkpoints.read(copy).verify()
             except CheckpointError:
@@ -115,7 +119,7 @@ def bring_back(mirror_folder: Path, run: Path) -> list[str]:
     return restored
 
 
-def _numbers(mirror_folder: Path) -> list[int]:
+def _run_numbers(mirror_folder: Path) -> list[int]:
     """Numbers of the experiment's runs in the mirror."""
     numbers = (
         number_of(path.parent.name, mirror_folder.name)
@@ -136,28 +140,28 @@ class Mirror(Callback):
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
-        self._keep(run.folder, checkpoint)
+        self._copy_checkpoint(run.folder, checkpoint)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """See `Callback`."""
         if end.state == "finished" and self.place_of(run.folder):
-            _copy(run.folder / FINAL, self._place / FINAL)
+            _copy_folder(run.folder / FINAL, self._place / FINAL)
             _copy_file(run.folder / COLLECTED_FILE, self._place / COLLECTED_FILE)
 
     def keep_finished(self, run: Path) -> None:
         """Copy the missing files of a run that was already finished to Drive."""
         newest = checkpoints.newest(run / CHECKPOINTS)
         if newest is not None:
-            self._keep(run, newest.path)
+            self._copy_checkpoint(run, newest.path)
         if self.place_of(run) and not (self._place / FINAL).exists():
-            _copy(run / FINAL, self._place / FINAL)
+            _copy_folder(run / FINAL, self._place / FINAL)
 
-    def _keep(self, run: Path, checkpoint: Path) -> None:
+    def _copy_checkpoint(self, run: Path, checkpoint: Path) -> None:
         if self.place_of(run) is None:
             return
         copy = self._place / CHECKPOINTS / checkpoint.name
         if not copy.exists():
-            _copy(checkpoint, copy)
+            _copy_folder(checkpoint, copy)
         _copy_file(run / COLLECTED_FILE, self._place / COLLECTED_FILE)
         checkpoints.prune(self._place / CHECKPOINTS, KEPT)
 
@@ -184,7 +188,7 @@ def _copy_file(file: Path, to: Path) -> None:
         atomic_files.write_file(to, file.read_bytes())
 
 
-def _copy(folder: Path, to: Path) -> None:
+def _copy_folder(folder: Path, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.sweep(to.parent)
 

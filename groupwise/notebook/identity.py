@@ -99,7 +99,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 COLLECTED_FILE = "collected.json"
-_HERE: dict[str, set[str]] = {}
+_CHANGED_NAMES: dict[str, set[str]] = {}
 """Names that this process's trainings changed, by the fingerprint of their rewards: a model that one training loaded is still
 loaded for the next.
 """
@@ -114,13 +114,13 @@ class Collected(Callback):
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
-        self._note(run.folder)
+        self._record_changes(run.folder)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """See `Callback`."""
-        self._note(run.folder)
+        self._record_changes(run.folder)
 
-    def _note(self, run: Path) -> None:
+    def _record_changes(self, run: Path) -> None:
         known_names = collected_names(run)
         all_names = known_names | _changed_here(self._rewards, self._facts)
         if all_names != known_names:
@@ -151,14 +151,14 @@ def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
 def _changed_here(rewards: Rubric, facts: Mapping[str, Any]) -> set[str]:
     """Names that this process's trainings by these rewards have changed until now. `facts`: those at the start."""
     initial, current = facts[USED], reward_facts(rewards)[USED]
-    names = _HERE.setdefault(digest(facts[REWARDS]), set())
+    names = _CHANGED_NAMES.setdefault(digest(facts[REWARDS]), set())
     names |= {name for name in {*initial} & {*current} if initial[name] != current[name]}
     # A name that appeared or disappeared is marked: if both trainings have it later, it must be the same.
-    names |= {_passing(name) for name in {*initial} ^ {*current}}
+    names |= {_transient_mark(name) for name in {*initial} ^ {*current}}
     return names
 
 
-def _passing(name: str) -> str:
+def _transient_mark(name: str) -> str:
     """The mark of a name that appeared or disappeared during a training."""
     return f"({name})"
 
@@ -168,7 +168,9 @@ def comparable(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The facts of both trainings, without the things that the first training's rewards changed (`names`, from `collected_names`)."""
     used_facts = [facts.get(USED, {}) for facts in (before, now)]
-    transient = {name for name in {*used_facts[0]} ^ {*used_facts[1]} if _passing(name) in names}
+    transient = {
+        name for name in {*used_facts[0]} ^ {*used_facts[1]} if _transient_mark(name) in names
+    }
     left_out = transient.union(names)
     remaining = ({name: used[name] for name in used if name not in left_out} for used in used_facts)
     first, second = (

@@ -104,7 +104,7 @@ def rewards_of(
         )
     if kind_of(rows) == "rubric":
         return Rubric(rewards, where="reward_functions")
-    if any(name_of(_function(reward)) == ACCURACY for reward in rewards):
+    if any(name_of(_function_of(reward)) == ACCURACY for reward in rewards):
         raise TaskError(
             f"A reward function is called {ACCURACY!r}, as is what is measured beside the rewards, the share of right answers. Give it "
             "another name: right, for example."
@@ -146,7 +146,7 @@ def _make_reward(parameter_name: str, reward: Any, tags: Tags) -> Any:
                 f"A reward is {pair!r}; give a function or a name, or a pair with its weight."
             )
         made_reward = _make_reward(parameter_name, pair[0], tags)
-        return _function(made_reward), pair[1]
+        return _function_of(made_reward), pair[1]
     if isinstance(reward, str | Mapping):
         section: dict[str, Any] = {"name": reward} if isinstance(reward, str) else {**reward}
         kind = registered_rewards().get(str(section.get("name")))
@@ -163,7 +163,7 @@ def _make_reward(parameter_name: str, reward: Any, tags: Tags) -> Any:
     return _on_texts(reward.reward() if isinstance(reward, Criteria | RubricSet) else reward)
 
 
-def _function(reward: Any) -> Any:
+def _function_of(reward: Any) -> Any:
     return cast("tuple[Any, float]", reward)[0] if isinstance(reward, tuple) else reward
 
 
@@ -174,7 +174,7 @@ def _on_texts(given: Any) -> Any:
 
     def reward(**columns: Any) -> Any:
         for name in {"prompts", "completions"} & columns.keys():
-            columns[name] = [_text(content) for content in columns[name]]
+            columns[name] = [_last_text(content) for content in columns[name]]
         try:
             return function(**columns)
         except TypeError as error:
@@ -185,7 +185,7 @@ def _on_texts(given: Any) -> Any:
     return standing_for(function, reward, name_of(function))
 
 
-def _text(content: Prompt | CompletionText) -> str:
+def _last_text(content: Prompt | CompletionText) -> str:
     """Text unchanged; for a chat, its last message."""
     return (
         content

@@ -111,9 +111,9 @@ def row_of(value: object, config: TrainingConfig) -> Row:
     answers = MathAnswer("answer", answer_tag=config.tags.answer)
     # The columns among answer, rubric and reference that the row can be scored by; None, NaN and empty text do not count.
     score_columns: Row = {}
-    if _reads(refuse_odd_answer, row.get("answer")) and _reads(answers.check_row, row):
+    if _accepts(refuse_odd_answer, row.get("answer")) and _accepts(answers.check_row, row):
         score_columns["answer"] = row["answer"]
-    if holds(row.get("rubric")) and _reads(RubricOverlap("reference").check_row, row):
+    if holds(row.get("rubric")) and _accepts(RubricOverlap("reference").check_row, row):
         score_columns |= {name: row[name] for name in RUBRIC}
     if not score_columns:
         refuse_odd_answer(row.get("answer"))
@@ -121,7 +121,7 @@ def row_of(value: object, config: TrainingConfig) -> Row:
     return {**row, **gaps, **score_columns, "question": question.strip()}
 
 
-def _reads(check: Callable[[Any], None], value: object) -> bool:
+def _accepts(check: Callable[[Any], None], value: object) -> bool:
     """True if a check accepts this."""
     try:
         check(value)

@@ -181,7 +181,7 @@ class Rubric(Worded):
     def reweighted(self, weights: Mapping[str, float]) -> Self:
         """A copy with other weights for the named criteria. It has no target_score, because the old one belonged to the old weights."""
         self._refuse_unknown(weights)
-        return self._judging_by(
+        return self._with_criteria(
             [
                 criterion.changed(weight=weights.get(criterion.name, criterion.weight))
                 for criterion in self.criteria
@@ -191,7 +191,7 @@ class Rubric(Worded):
     def with_keywords(self, name: str, keywords: Sequence[str]) -> Self:
         """A copy with more keywords for one criterion, also without target_score."""
         self._refuse_unknown([name])
-        return self._judging_by(
+        return self._with_criteria(
             [
                 criterion.changed(keywords=[*criterion.keywords, *keywords])
                 if criterion.name == name
@@ -205,16 +205,16 @@ class Rubric(Worded):
         if self.highest <= 0:
             raise TaskError(f"The rubric {self.name!r} has no positive score that could be scaled.")
         factor = highest / self.highest
-        return self._judging_by(
+        return self._with_criteria(
             [criterion.changed(weight=criterion.weight * factor) for criterion in self.criteria],
             None if self.target_score is None else self.target_score * factor,
         )
 
     def to_yaml(self, path: Path | str) -> None:
         """Write the rubric to a file that `load_rubrics` can read. Raises UsageError if that is not possible."""
-        _write(path, self)
+        _write_yaml(path, self)
 
-    def _judging_by(self, criteria: Sequence[Criterion], target: float | None = None) -> Self:
+    def _with_criteria(self, criteria: Sequence[Criterion], target: float | None = None) -> Self:
         target_fields = {} if self.target_score is None else {"target_score": target}
         return self.changed(criteria=criteria, **target_fields)
 
@@ -279,7 +279,7 @@ class RubricSet(Worded):
 
     def to_yaml(self, path: Path | str) -> None:
         """Write the set to a file that `load_rubrics` can read. Raises UsageError if that is not possible."""
-        _write(path, self)
+        _write_yaml(path, self)
 
 
 def load_rubrics(path: Path | str) -> RubricSet:
@@ -308,7 +308,7 @@ def _load_file(file: Path) -> RubricSet:
     return RubricSet(name=rubric.name, rubrics=(rubric,))
 
 
-def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
+def _write_yaml(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     yaml: Any = YAML()
     yaml.default_flow_style = False
     text = io.StringIO()

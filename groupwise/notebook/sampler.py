@@ -49,7 +49,7 @@ class Sampler:
             raise UsageError(
                 f"prompts is of the type {type(prompts).__name__}; give a list of texts."
             )
-        chats = [_chat(prompt) for prompt in cast("Sequence[Any]", prompts)]
+        chats = [_to_chat(prompt) for prompt in cast("Sequence[Any]", prompts)]
         session = self.session
         seed_value = session.config.seed if seed is None else seed
         max_tokens, temperature_value, top_k_value, top_p_value, seed_number = map(
@@ -88,7 +88,7 @@ class Sampler:
             return run_to_end(complete(core, chats, weights, params, seed_number))
 
 
-def _chat(prompt: Any) -> Prompt:
+def _to_chat(prompt: Any) -> Prompt:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt:

@@ -64,7 +64,7 @@ class Session:
     @property
     def weights(self) -> Path | None:
         """The newest weights of the training; None before there are any. Raises UsageError if the run's folder no longer exists."""
-        return None if self.folder is None else find.newest_weights(_there(self.folder))
+        return None if self.folder is None else find.newest_weights(_existing_folder(self.folder))
 
     @property
     def next_folder(self) -> Path:
@@ -79,7 +79,7 @@ class Session:
         """
         if self.folder is None:
             raise UsageError("There is no run yet: call train_grpo(config, session).")
-        return Record(_there(self.folder))
+        return Record(_existing_folder(self.folder))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -146,13 +146,13 @@ class Session:
 
     def table(self) -> Table:
         """A table of the prepared session."""
-        return Table("Session", list(_lines(self)))
+        return Table("Session", list(_session_rows(self)))
 
 
 ColabSession = Session
 
 
-def _there(folder: Path) -> Path:
+def _existing_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise UsageError(
             f"The run's folder is gone: {folder.absolute()} is not there. Put it back (after os.chdir, go back to where the session was "
@@ -175,7 +175,7 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
     with by_own_names(config):
         run = newest_alike(session.core.config, session.facts)
         session.folder = run.path if run is not None else None
-        rows = list(_lines(session))
+        rows = list(_session_rows(session))
     if run is not None:
         rows.append(("earlier run", describe_run(run)))
     sources = "; ".join(f"{name} from {source}" for name, source in credential_sources.items())
@@ -230,7 +230,7 @@ def differing(config: TrainingConfig, other: TrainingConfig) -> str:
     )
 
 
-def _lines(session: Session) -> Iterator[tuple[str, str]]:
+def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     """Lines of the table that `prepare_session` shows: name and value."""
     config, train, test = session.config, session.train_dataset, session.test_dataset
     if session.server is not None:

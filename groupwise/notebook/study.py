@@ -138,7 +138,7 @@ def repeats(study: Study, trial: Trial) -> bool:
 
 def end_early(study: Study, trial: Trial) -> None:
     """End a trial that did worse than the others; the study keeps the last value that it reported."""
-    study.tell(trial, state=_state("PRUNED"))
+    study.tell(trial, state=_trial_state("PRUNED"))
 
 
 def fail(study: Study, trial: Trial, error: Exception) -> None:
@@ -147,7 +147,7 @@ def fail(study: Study, trial: Trial, error: Exception) -> None:
     reason = "\n".join(lines)
     logger.warning("trial %d failed: %s", trial.number, reason)
     trial.set_user_attr(REASON, reason)
-    study.tell(trial, state=_state("FAIL"))
+    study.tell(trial, state=_trial_state("FAIL"))
 
 
 def why_over(study: Study, trials: int) -> str:
@@ -159,7 +159,7 @@ def why_over(study: Study, trials: int) -> str:
     return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{retry_hint}."
 
 
-def _state(name: str) -> Any:
+def _trial_state(name: str) -> Any:
     from optuna.trial import TrialState
 
     return TrialState[name]
@@ -177,17 +177,17 @@ class Search:
     @property
     def best(self) -> TrainingConfig:
         """The config of the best trial, to be trained under a name of its own. Raises UsageError if no trial has succeeded."""
-        return with_values(self.config, self._best.params)
+        return with_values(self.config, self._best_trial.params)
 
     @property
     def best_value(self) -> float:
         """Its metric."""
-        value = self._best.value
+        value = self._best_trial.value
         assert value is not None, "it is complete"
         return value
 
     @property
-    def _best(self) -> FrozenTrial:
+    def _best_trial(self) -> FrozenTrial:
         if not any(trial.state.name == "COMPLETE" for trial in self.study.trials):
             raise UsageError("No trial has ended well yet; the table says what became of each.")
         return self.study.best_trial

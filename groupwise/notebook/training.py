@@ -110,7 +110,7 @@ def run_training(
             before=held_out.get(BEFORE),
             after=held_out.get(AFTER),
         )
-        return _state(session, result)
+        return _trainer_state(session, result)
     if previous is not None:
         name = previous.name
         if previous.state != "running":
@@ -135,7 +135,7 @@ def run_training(
         result = rl(core, task, resume=previous is not None)
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
-    return _state(session, result)
+    return _trainer_state(session, result)
 
 
 def _not_compared(facts: Mapping[str, Any], previous: RunInfo) -> str:
@@ -152,7 +152,7 @@ def _not_compared(facts: Mapping[str, Any], previous: RunInfo) -> str:
     )
 
 
-def _state(session: Session, result: RlResult) -> TrainerState:
+def _trainer_state(session: Session, result: RlResult) -> TrainerState:
     weights = find.newest_weights(result.folder)
     assert weights is not None, "a finished run has weights"
     return TrainerState(result, weights, str(result.folder), config=session.config)

@@ -52,7 +52,7 @@ class Database:
         """True if `rollouts` and `groups` have an indexed column `task`; otherwise a group's task is read from its example's columns."""
         self.lengths_indexed = version(connection) >= LENGTHS_SINCE
         """True if indexes of lengths and of truncated rollouts exist."""
-        connection.create_function("lowered", 1, text_index.lowered, deterministic=True)
+        connection.create_function("lowered", 1, text_index.sql_lower, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
 
@@ -82,7 +82,7 @@ class Database:
             if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
             if version(connection) < FORMAT.newest:
-                _show_as_newest(connection)
+                _create_compatibility_views(connection)
             return cls(path, connection)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Database:
         with self._lock, explaining_sqlite(self.path):
             return self._connection.execute(query, values).fetchall()
 
-    def soon(self, query: str, values: Row, instructions: int) -> list[Row] | None:
+    def query_within(self, query: str, values: Row, instructions: int) -> list[Row] | None:
         """All rows of a query, or None if SQLite's virtual machine would need more than `instructions` instructions to find them."""
         with self._lock, explaining_sqlite(self.path):
             self._connection.set_progress_handler(lambda: 1, instructions)
@@ -186,7 +186,7 @@ class Database:
             self.indexed = text_index.is_usable(self._connection)
 
 
-def _show_as_newest(connection: sqlite3.Connection) -> None:
+def _create_compatibility_views(connection: sqlite3.Connection) -> None:
     """Hide the unchanged tables of an older format behind temporary views of this connection, which add the missing columns.
 
     A page of a large old record then costs only the rows that it reads, and rows that a writer of the older format adds are visible.

@@ -80,7 +80,7 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
     address = _find_folder(reference, runs_dir)
     if address is not None:
         return address
-    name, step = _split(reference)
+    name, step = _split_reference(reference)
     if step is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
     run = _find_folder(name, runs_dir)
@@ -104,7 +104,7 @@ def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, in
     address = _find_folder(reference, runs_dir)
     if address is not None:
         return address.path, address.checkpoint.step if address.checkpoint else None
-    name, step = _split(reference)
+    name, step = _split_reference(reference)
     run = _find_folder(name, runs_dir)
     if run is None or step is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
@@ -223,7 +223,7 @@ def mean_of(values: Sequence[float]) -> float | None:
 def _find_folder(reference: str, runs_dir: Path) -> Address | None:
     """The run or checkpoint folder with exactly this name or path."""
     for path in (Path(reference), runs_dir / reference):
-        if not reference or not _can_be_looked_at(path):
+        if not reference or not _is_accessible(path):
             continue
         if (path / RECORD).is_file():
             return Address(path.resolve(), None)
@@ -233,7 +233,7 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
     return None
 
 
-def _can_be_looked_at(path: Path) -> bool:
+def _is_accessible(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # the name is too long, or a parent folder has no permission
@@ -249,7 +249,7 @@ def _is_checkpoint_folder(path: Path) -> bool:
     )
 
 
-def _split(reference: str) -> tuple[str, int | None]:
+def _split_reference(reference: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"(.+)@(\d+)", reference, re.DOTALL)
     return (match[1], int(match[2])) if match else (reference, None)
 
@@ -280,7 +280,7 @@ def run_folders(runs_dir: Path) -> list[Path]:
     return sorted(
         path
         for path in runs_dir.iterdir()
-        if not path.name.startswith(".") and _can_be_looked_at(path)
+        if not path.name.startswith(".") and _is_accessible(path)
     )
 
 

@@ -100,7 +100,7 @@ class RunFolder:
         `meta` are facts for lists of runs: kind, model, task, max_steps.
         """
         _refuse_reserved(name)
-        with _place_explained(runs_dir):
+        with _explaining_folder_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
         for building_folder in runs_dir.glob(
             f"{atomic_files.BUILDING}*"
@@ -112,20 +112,20 @@ class RunFolder:
             if is_old and not is_held(building_folder):
                 shutil.rmtree(building_folder, ignore_errors=True)
         while True:
-            with _place_explained(runs_dir):
+            with _explaining_folder_errors(runs_dir):
                 path = _free_path(runs_dir, name)
                 building = atomic_files.building_path(path)
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
             with suppress(FileExistsError):  # another process was faster: look again
-                lock = _build(building, path, name, config, meta or {})
+                lock = _build_run_folder(building, path, name, config, meta or {})
                 return cls._open_held(path, lock, keep_tokens=keep_tokens)
 
     @staticmethod
     def would_create(runs_dir: Path, name: str) -> Path:
         """The folder that `create` would make now. Raises the same errors; creates and locks nothing."""
         _refuse_reserved(name)
-        with _place_explained(runs_dir):
+        with _explaining_folder_errors(runs_dir):
             path = _free_path(runs_dir, name)
             atomic_files.try_to_write(runs_dir)
         return path
@@ -329,7 +329,7 @@ def _refuse_reserved(name: str) -> None:
 
 
 @contextmanager
-def _place_explained(runs_dir: Path) -> Generator[None, None, None]:
+def _explaining_folder_errors(runs_dir: Path) -> Generator[None, None, None]:
     """While a run does not exist yet, report an OSError as a wrong `run.dir` (UsageError), not as a failed run."""
     try:
         yield
@@ -363,7 +363,7 @@ def _free_path(runs_dir: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _build(
+def _build_run_folder(
     building: Path, path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> RunLock:
     """Fill the folder under its building name and rename it to `path`; the returned lock moves with it."""

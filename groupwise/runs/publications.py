@@ -49,12 +49,12 @@ def claim(run_folder: Path, size: int) -> Path:
         if status.st_uid != os.getuid() or status.st_mode & 0o022 or user_folder.is_symlink():
             # Other users may write there, so it is not used: the sampler must load exactly what the learner published.
             user_folder = Path(tempfile.mkdtemp(prefix="groupwise-"))
-        with _alone(user_folder):
+        with _exclusive_access(user_folder):
             _sweep(user_folder)
             name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
             for number in count(1):
                 folder = user_folder / (name if number == 1 else f"{name}-{number}")
-                if _take(folder):
+                if _try_claim(folder):
                     return folder
     raise AssertionError("unreachable")
 
@@ -65,7 +65,7 @@ def release(folder: Path) -> None:
     if descriptor is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError), _alone(folder.parent):
+    with suppress(OSError), _exclusive_access(folder.parent):
         _lock_of(folder).unlink()
     os.close(descriptor)
 
@@ -100,12 +100,12 @@ def free_memory() -> int:
     return available
 
 
-def _take(folder: Path) -> bool:
+def _try_claim(folder: Path) -> bool:
     if folder in _claims:
         return False
     descriptor = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT, 0o600)
     # Another live process holds the folder.
-    if not _lock(descriptor):
+    if not _try_lock(descriptor):
         os.close(descriptor)
         return False
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +117,7 @@ def _sweep(user_folder: Path) -> None:
     for path in user_folder.glob("*.lock"):
         folder = path.with_suffix("")
         descriptor = os.open(path, os.O_RDWR)
-        if _lock(descriptor):
+        if _try_lock(descriptor):
             shutil.rmtree(folder, ignore_errors=True)
             path.unlink()
         os.close(descriptor)
@@ -127,7 +127,7 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -136,7 +136,7 @@ def _lock(descriptor: int) -> bool:
 
 
 @contextmanager
-def _alone(user_folder: Path) -> Generator[None, None, None]:
+def _exclusive_access(user_folder: Path) -> Generator[None, None, None]:
     """Lets one process at a time claim, sweep or release: a lock file that was just made, and is not locked yet, would look dead."""
     descriptor = os.open(user_folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

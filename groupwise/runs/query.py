@@ -74,7 +74,7 @@ def rollout_query(filters: RolloutFilter, plan: Plan) -> tuple[str, Row]:
         for condition in conditions
     ]
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
-    query = f"SELECT {_id(filters)} FROM {_source(filters, plan)}{where} ORDER BY {_order(filters, plan)} LIMIT ? OFFSET ?"
+    query = f"SELECT {_id_column(filters)} FROM {_from_clause(filters, plan)}{where} ORDER BY {_order_clause(filters, plan)} LIMIT ? OFFSET ?"
     return query, (
         *(value for condition in conditions for value in condition.values),
         filters.limit,
@@ -104,7 +104,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
         ("step", "§rollouts.step = ?", filters.step),
         ("draw", "§rollouts.draw = ?", filters.draw),
         ("example", "§rollouts.example = ?", filters.example),
-        ("task", _task(filters, plan), filters.task and task_label(filters.task)),
+        ("task", _task_condition(filters, plan), filters.task and task_label(filters.task)),
         (
             "outcome",
             "§outcome IN (SELECT value FROM json_each(?))",
@@ -118,7 +118,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
         _Condition(name, text, (value,)) for name, text, value in candidates if value is not None
     )
     if (filters.min_reward, filters.max_reward) != (None, None):
-        yield _Condition(value_lead, f"§{column} BETWEEN ? AND ?", _range(filters))
+        yield _Condition(value_lead, f"§{column} BETWEEN ? AND ?", _reward_range(filters))
     if filters.order in ("best", "worst"):
         yield _Condition("order", f"§{column} <= 9e999", ())
     if filters.part is not None and plan.several:
@@ -129,7 +129,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
             order_condition = f"({value_order[filters.order]} OR (another.value = part.value AND {order_condition}))"
         range_condition, values = "", ()
         if (filters.min_reward, filters.max_reward) != (None, None) or filters.order in value_order:
-            range_condition, values = " AND +another.value BETWEEN ? AND ?", _range(filters)
+            range_condition, values = " AND +another.value BETWEEN ? AND ?", _reward_range(filters)
         # One rollout has few parts: the pluses keep SQLite from scanning all parts of that name.
         clause = (
             "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
@@ -138,10 +138,10 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
         yield _Condition("order", clause, values)
     if filters.text is not None:
         having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
-        yield _Condition("text", *_text(filters, plan, having))
+        yield _Condition("text", *_text_condition(filters, plan, having))
 
 
-def _range(filters: RolloutFilter) -> tuple[float, float]:
+def _reward_range(filters: RolloutFilter) -> tuple[float, float]:
     """The range of rewards, open ends as infinities. A NaN is stored as text, which sorts above every number, so it never matches."""
     least, most = filters.min_reward, filters.max_reward
     return (-math.inf if least is None else least), (math.inf if most is None else most)
@@ -152,8 +152,8 @@ def _measured_column(filters: RolloutFilter) -> tuple[str, Lead]:
     return ("reward", "reward") if filters.part is None else ("part.value", "part")
 
 
-def _task(filters: RolloutFilter, plan: Plan) -> str:
-    if _by_task(filters, plan):
+def _task_condition(filters: RolloutFilter, plan: Plan) -> str:
+    if _scans_by_task(filters, plan):
         return "§groups.task = ?"
     of_groups = "§rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
     return "§rollouts.task = ?" if plan.by_column else of_groups
@@ -169,10 +169,10 @@ def _has_index(name: str, filters: RolloutFilter, plan: Plan) -> bool:
         has_other_conditions = (
             plan.lead is not None or filters.step is not None or filters.example is not None
         )
-        return not has_other_conditions and (plan.by_column or _by_task(filters, plan))
+        return not has_other_conditions and (plan.by_column or _scans_by_task(filters, plan))
     if name in ("reward", "part", "order"):
         return filters.order in ("best", "worst") and (
-            filters.part is None or _by_value(filters, plan)
+            filters.part is None or _scans_by_value(filters, plan)
         )
     return plan.lead is None and name in ("draw", "step", "example")
 
@@ -180,16 +180,16 @@ def _has_index(name: str, filters: RolloutFilter, plan: Plan) -> bool:
 # --- where SQLite starts --------------------------------------------------------------------------
 
 
-def _source(filters: RolloutFilter, plan: Plan) -> str:
+def _from_clause(filters: RolloutFilter, plan: Plan) -> str:
     """The tables in the order in which SQLite must read them (CROSS JOIN fixes it): the most selective first."""
     parts = (
         "" if filters.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
     )
-    if _by_task(filters, plan):
+    if _scans_by_task(filters, plan):
         return f"groups CROSS JOIN rollouts ON rollouts.draw = groups.draw{parts}"
     needs_groups = terms_of(filters.text or "")
     groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if needs_groups else ""
-    if _by_value(filters, plan):
+    if _scans_by_value(filters, plan):
         other_filters = replace(
             filters, part=None, min_reward=None, max_reward=None, limit=0, offset=0
         )
@@ -202,31 +202,31 @@ def _source(filters: RolloutFilter, plan: Plan) -> str:
     return f"rollouts{parts}{groups}"
 
 
-def _by_task(filters: RolloutFilter, plan: Plan) -> bool:
+def _scans_by_task(filters: RolloutFilter, plan: Plan) -> bool:
     """True if the query scans the draws of a task, in their order."""
     narrower = (filters.step, filters.draw, filters.example, filters.text)
     task_alone = filters.task is not None and filters.order == "draw" and narrower == (None,) * 4
     return task_alone and plan.lead in (None, "task")
 
 
-def _by_value(filters: RolloutFilter, plan: Plan) -> bool:
+def _scans_by_value(filters: RolloutFilter, plan: Plan) -> bool:
     """True if the query starts from the values of a reward part."""
     if filters.part is None:
         return False
     return plan.lead == "part" or (plan.lead is None and filters.order in ("best", "worst"))
 
 
-def _id(filters: RolloutFilter) -> str:
+def _id_column(filters: RolloutFilter) -> str:
     return "rollouts.id" if filters.part is None else "part.rollout"
 
 
-def _order(filters: RolloutFilter, plan: Plan) -> str:
+def _order_clause(filters: RolloutFilter, plan: Plan) -> str:
     """Ties are ordered by id in the index's own direction: a page is then read from the index without sorting. Few matches are sorted."""
     column, value_lead = _measured_column(filters)
     by_lead = filters.order in ("best", "worst") and plan.lead == value_lead
     plus = "" if plan.lead is None or plan.lead in _ORDERED or by_lead else "+"
-    id = _id(filters)
-    draw = "groups.draw" if _by_task(filters, plan) else "rollouts.draw"
+    id = _id_column(filters)
+    draw = "groups.draw" if _scans_by_task(filters, plan) else "rollouts.draw"
     return {
         "draw": f"{plus}{draw}, member, attempt",
         "newest": f"{plus}rollouts.id DESC",
@@ -243,12 +243,12 @@ def text_query(filters: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[
     nearby = "json_each(?1) AS near CROSS JOIN rollouts ON rollouts.id = near.value"
     between = f"BETWEEN (SELECT min({{id}}) FROM {nearby}) AND (SELECT max({{id}}) FROM {nearby})"
     having = f"{{id}} IN (SELECT rowid FROM {{index}} WHERE {{index}} MATCH ? AND rowid {between})"
-    clause, values = _text(filters, plan, having)
+    clause, values = _text_condition(filters, plan, having)
     groups = "CROSS JOIN groups ON groups.draw = rollouts.draw"
     return f"SELECT rollouts.id FROM {nearby} {groups} WHERE {clause}", (json.dumps(ids), *values)
 
 
-def _text(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
+def _text_condition(filters: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
     """SQL: the completion, or the prompt, contains all of the terms. Without terms, every rollout matches."""
     terms = terms_of(filters.text or "")
     match_values = [query] if (query := _index_query(terms, plan)) else []
@@ -281,8 +281,8 @@ def _count_matches(
     """Yields for each condition that may lead: its name, the SQL of its matches, its values, and the number of rollouts per match."""
     conditions = list(_conditions(filters, plan))
     for lead in (*_INDEXED, *(_INDEXED_LATER if lengths else ())):
-        yield from _counted_in("rollouts", lead, conditions)
-    yield from _counted_in("parts AS part", "part", conditions)
+        yield from _matches_in("rollouts", lead, conditions)
+    yield from _matches_in("parts AS part", "part", conditions)
     if filters.task is not None:
         table, rollouts_per_match = ("rollouts", 1) if plan.by_column else ("groups", USUAL_MEMBERS)
         yield (
@@ -301,7 +301,7 @@ def _count_matches(
             )
 
 
-def _counted_in(
+def _matches_in(
     table: str, lead: Lead, conditions: Iterable[_Condition]
 ) -> Iterator[tuple[Lead, str, Row, int]]:
     matching = [condition for condition in conditions if condition.name == lead]

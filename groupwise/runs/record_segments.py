@@ -6,7 +6,7 @@
 
 A piece has the tables of `run.db` and exactly the same rows: it is a small complete record that is written
 once. Each piece also has the facts about the run and its resumes as they were then. All pieces in order make up
-the record as of the last checkpoint; `make_anew` rebuilds it from them if `run.db` is missing or damaged.
+the record as of the last checkpoint; `rebuild_record` rebuilds it from them if `run.db` is missing or damaged.
 
 Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged file appears in one step, then its parts are deleted: a
 process that dies in between leaves rows in two files, which does no harm, and parts that the next merge deletes. A merged piece never
@@ -54,7 +54,7 @@ _TABLES = {**_OF_STEPS, "segments": _OF_ROLLOUTS, "parts": _OF_ROLLOUTS}
 
 
 @dataclass(frozen=True, slots=True)
-class MadeAnew:
+class RebuiltRecord:
     """A record that was rebuilt from its pieces."""
 
     trouble: str
@@ -86,7 +86,7 @@ class MadeAnew:
 
 def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
     """Write the piece of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
-    first = max((end for end, _ in _pieces(run) if end < step), default=0)
+    first = max((end for end, _ in _all_pieces(run) if end < step), default=0)
     with _new_piece(folder / PIECE) as connection:
         _attach(connection, record, "ro")
         connection.execute("BEGIN")
@@ -130,7 +130,7 @@ def merge_kept_pieces(run: Path) -> None:
                 atomic_files.remove_file(part.path)  # left over by a crash
         if len(single) < MERGED_AT_ONCE:
             return
-        steps = [step for step, _ in _checkpoints(run)]
+        steps = [step for step, _ in _checkpoint_folders(run)]
         # Consecutive pieces with no checkpoint between them.
         for _, pieces in groupby(single, lambda piece: sum(step < piece.last for step in steps)):
             parts = list(pieces)[:MERGED_AT_ONCE]
@@ -141,7 +141,7 @@ def merge_kept_pieces(run: Path) -> None:
             building.unlink(missing_ok=True)
             try:
                 with _new_piece(building) as connection:
-                    _put_in(connection, [part.path for part in parts])
+                    _add_pieces(connection, [part.path for part in parts])
                 atomic_files.publish_file(building, merged_file)
             finally:
                 building.unlink(missing_ok=True)
@@ -177,28 +177,28 @@ def _kept_pieces(run: Path) -> list[_KeptPiece]:
     return sorted(pieces, key=lambda piece: (piece.last, piece.merged))
 
 
-def _pieces(run: Path) -> list[tuple[int, Path]]:
+def _all_pieces(run: Path) -> list[tuple[int, Path]]:
     """All pieces, with the number of steps after which they were written, in order."""
     checkpoint_pieces = [
-        (step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()
+        (step, path / PIECE) for step, path in _checkpoint_folders(run) if (path / PIECE).is_file()
     ]
     kept_pieces = [(piece.last, piece.path) for piece in _kept_pieces(run)]
     return sorted(kept_pieces + checkpoint_pieces, key=lambda piece: piece[0])
 
 
-def earlier(run: Path, step: int) -> dict[str, Path]:
+def earlier_pieces(run: Path, step: int) -> dict[str, Path]:
     """The pieces before that of the checkpoint after `step` steps, by their names in `records/`.
 
     A piece that was kept for a checkpoint whose deletion then failed exists twice; either copy is used.
     """
     return {
         (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
-        for end, path in _pieces(run)
+        for end, path in _all_pieces(run)
         if end < step
     }
 
 
-def _checkpoints(run: Path) -> list[tuple[int, Path]]:
+def _checkpoint_folders(run: Path) -> list[tuple[int, Path]]:
     """The folders of checkpoints with their steps, in any state."""
     matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]
     return [(int(name[1]), path) for name, path in matches if name]
@@ -229,37 +229,37 @@ def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
     return None if check_result == ("ok",) else f"was damaged ({check_result[0]})"
 
 
-def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
+def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltRecord:
     """Rebuild the record after `step` steps from its pieces. The caller holds the run's lock.
 
     A damaged record is renamed and kept. StoreError if there is no piece of that step: it was lost, or never written.
     """
-    pieces = [(end, piece) for end, piece in _pieces(run) if end <= step]
+    pieces = [(end, piece) for end, piece in _all_pieces(run) if end <= step]
     if step not in dict(pieces):
         raise StoreError(
             f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
             "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
         )
     building = atomic_files.building_path(record)
-    _put_together(building, [piece for _, piece in pieces])
+    _build_record(building, [piece for _, piece in pieces])
     damaged = _set_aside(record)
     atomic_files.publish_file(building, record)
     with Store.open(record) as store:
         recovered_steps = {step_record.step for step_record in store.steps()}
     lost = tuple(sorted(set(range(step)) - recovered_steps))
-    return MadeAnew(trouble, len(recovered_steps), lost, damaged)
+    return RebuiltRecord(trouble, len(recovered_steps), lost, damaged)
 
 
-def _put_together(building: Path, pieces: Sequence[Path]) -> None:
+def _build_record(building: Path, pieces: Sequence[Path]) -> None:
     # Create the tables.
     Store.create(building).close()
     with explaining_sqlite(building), closing(connect(building, "rw")) as connection:
-        _put_in(connection, pieces)
+        _add_pieces(connection, pieces)
     with Store.open(building) as store:
         store.rebuild_text_index()
 
 
-def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
+def _add_pieces(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
     """Add the rows of pieces that a record lacks; evaluations, warnings and facts of later pieces replace earlier ones."""
     for piece in pieces:
         _attach(connection, piece, "ro&immutable=1")
@@ -305,28 +305,28 @@ def _copy_rows(
     """
     step_values = {"steps": json.dumps(list(steps))}
     for table, condition in _TABLES.items():
-        _copy(connection, table, condition, step_values)
+        _copy_table(connection, table, condition, step_values)
     step_range = "step >= :first AND (:last IS NULL OR step <= :last)"
     bounds = {"first": first, "last": last}
     connection.execute(
         "DELETE FROM main.evaluations WHERE EXISTS (SELECT 1 FROM other.evaluations o WHERE o.id = evaluations.id"
         " OR (o.step, o.name, o.policy) = (evaluations.step, evaluations.name, evaluations.policy))"
     )
-    _copy(connection, "evaluations", step_range, bounds)
+    _copy_table(connection, "evaluations", step_range, bounds)
     rows = f"evaluation IN (SELECT id FROM other.evaluations WHERE {step_range})"
-    _copy(connection, "evaluation_rows", rows, bounds)
+    _copy_table(connection, "evaluation_rows", rows, bounds)
     tables = "SELECT 1 FROM other.sqlite_master WHERE name = 'warnings'"
     if connection.execute(tables).fetchone():
         connection.execute(
             "DELETE FROM main.warnings WHERE (step, name) IN (SELECT step, name FROM other.warnings)"
         )
-        _copy(connection, "warnings", step_range, bounds)
+        _copy_table(connection, "warnings", step_range, bounds)
     for table, condition in {"meta": "key != 'text_index'", "resumes": "TRUE"}.items():
         connection.execute(f"DELETE FROM main.{table} WHERE {condition}")
-        _copy(connection, table, condition, {})
+        _copy_table(connection, table, condition, {})
 
 
-def _copy(
+def _copy_table(
     connection: sqlite3.Connection, table: str, condition: str, values: Mapping[str, object]
 ) -> None:
     """Copy rows of the other record, with the columns that it has: an older record lacks later columns."""

@@ -26,7 +26,7 @@ from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints, record_segments
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START
 from groupwise.runs.lock import RunLock
-from groupwise.runs.record_segments import MadeAnew, make_anew, trouble_with
+from groupwise.runs.record_segments import RebuiltRecord, rebuild_record, trouble_with
 
 CARRIED = "run"
 """Name of the folder, within a checkpoint, that holds these parts."""
@@ -35,7 +35,7 @@ CARRIED = "run"
 def carry(run: Path, checkpoint: Path, step: int) -> None:
     """Link the run's files into the unfinished checkpoint after `step` steps."""
     carried = {CONFIG: run / CONFIG}
-    for name, file in record_segments.earlier(run, step).items():
+    for name, file in record_segments.earlier_pieces(run, step).items():
         carried[f"{record_segments.KEPT}/{name}"] = file
     for file in sorted(path for path in (run / START).rglob("*") if path.is_file()):
         carried[file.relative_to(run).as_posix()] = file
@@ -77,7 +77,7 @@ def unpack(run: Path) -> bool:
     return True
 
 
-def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
+def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, RebuiltRecord]:
     """Rebuild the records of all runs that a reference may mean, if they cannot be opened.
 
     RunNotFoundError if one of them has only checkpoints from which no run can be restored.
@@ -88,7 +88,7 @@ def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
     candidates = [Path(name), Path(name).resolve().parent.parent]
     if runs_dir.is_dir():
         candidates += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
-    recovered: dict[Path, MadeAnew] = {}
+    recovered: dict[Path, RebuiltRecord] = {}
     for path in dict.fromkeys(candidate.resolve() for candidate in candidates):
         unpack(path)
         if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
@@ -97,7 +97,7 @@ def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
     return recovered
 
 
-def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
+def recover(path: Path, *, thorough: bool = True) -> RebuiltRecord | None:
     """Rebuild the record of a run if it is missing or damaged; None if it is intact.
 
     RunInUseError if a live process holds the run, StoreError if there is nothing to rebuild it from.
@@ -114,6 +114,6 @@ def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
         )
     lock = RunLock.acquire(path)
     try:
-        return make_anew(path, record, newest.step, trouble)
+        return rebuild_record(path, record, newest.step, trouble)
     finally:
         lock.release()

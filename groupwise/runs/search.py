@@ -27,7 +27,7 @@ from groupwise.runs.tables import read_parts, task_label
 INSTRUCTIONS = 400_000
 """Limit for a quick attempt, in instructions of SQLite's virtual machine: some hundredths of a second, or about ten thousand rollouts."""
 DEEP = 20_000
-"""From this offset on, the quick attempts (`Database.soon`) are skipped: they would take too long."""
+"""From this offset on, the quick attempts (`Database.query_within`) are skipped: they would take too long."""
 COMMON = 20_000
 """A condition that this many rollouts meet is common: scanning in order finds enough matches quickly, so its matches are not collected."""
 FEW = 250_000
@@ -64,7 +64,7 @@ class AskedFilter:
 def find_rollouts(
     db: Database, filters: RolloutFilter, most: int | None = None
 ) -> list[RolloutView]:
-    """One page of the rollouts that match the filter, with at most `most` characters of each text; see `_cut`."""
+    """One page of the rollouts that match the filter, with at most `most` characters of each text; see `_truncated_sql`."""
     outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
     has_range = (filters.min_reward, filters.max_reward) != (None, None)
     needs_reward = filters.part is None and (has_range or filters.order in ("best", "worst"))
@@ -80,17 +80,21 @@ def find_rollouts(
     if not (is_deep or skip_quick_scan or plan.lead == "text"):
         is_frequent = False
         if filters.text is not None:
-            page, is_frequent = _near(db, filters, plan)
+            page, is_frequent = _search_first_matches(db, filters, plan)
         else:
             # Scan rollouts in order for a moment. This fills the page if each condition is common, unless few rollouts meet all of them.
-            rows = db.soon(*rollout_query(filters, plan), INSTRUCTIONS)
+            rows = db.query_within(*rollout_query(filters, plan), INSTRUCTIONS)
             page = None if rows is None else [id for (id,) in rows]
         if page is None and plan.lead is None and not is_frequent:
             plan = plan_of(db, filters, FEW)
-    return _views(db, _ids(db, rollout_query(filters, plan)) if page is None else page, most)
+    return _read_views(
+        db, _query_ids(db, rollout_query(filters, plan)) if page is None else page, most
+    )
 
 
-def _near(db: Database, filters: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
+def _search_first_matches(
+    db: Database, filters: RolloutFilter, plan: Plan
+) -> tuple[list[int] | None, bool]:
     """Search the first rollouts that meet all other conditions for the text.
 
     Returns the page (None if it is not complete yet), and whether any of the searched rollouts has the text.
@@ -98,18 +102,18 @@ def _near(db: Database, filters: RolloutFilter, plan: Plan) -> tuple[list[int] |
     This spares the index from collecting a million texts for a page of thirty, which takes a tenth of a second and more.
     """
     first_filters = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
-    rows = db.soon(*rollout_query(first_filters, plan), INSTRUCTIONS)
+    rows = db.query_within(*rollout_query(first_filters, plan), INSTRUCTIONS)
     if rows is None:
         return None, False
     ids = [id for (id,) in rows]
-    matching_ids = set(_ids(db, text_query(filters, plan, ids)))
+    matching_ids = set(_query_ids(db, text_query(filters, plan, ids)))
     matches = [id for id in ids if id in matching_ids]
     end = filters.offset + filters.limit
     is_complete = len(matches) >= end or len(ids) < first_filters.limit
     return (matches[filters.offset : end] if is_complete else None), bool(matches)
 
 
-def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
+def _query_ids(db: Database, query: tuple[str, Row]) -> list[int]:
     return [id for (id,) in db.all(*query)]
 
 
@@ -127,12 +131,12 @@ def every_rollout(
             (json.dumps(ids),),
         )
         details = {id: RolloutDetail(*detail) for id, *detail in detail_rows}
-        yield from ((view, details[view.id]) for view in _views(db, ids))
+        yield from ((view, details[view.id]) for view in _read_views(db, ids))
 
 
-def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
+def _read_views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
     """These rollouts, in the order of `ids`."""
-    texts = ", ".join(_cut(column, most) for column in (PROMPT, "completion"))
+    texts = ", ".join(_truncated_sql(column, most) for column in (PROMPT, "completion"))
     rows = db.all(
         f"SELECT {_VIEW}, {texts} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
         " CROSS JOIN groups ON groups.draw = rollouts.draw",
@@ -176,7 +180,7 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
     return [views[id] for id in ids]
 
 
-def _cut(text: str, most: int | None) -> str:
+def _truncated_sql(text: str, most: int | None) -> str:
     """SQL for the beginning of a text, its end, and its length; of a text of at most `most` characters all of it and an empty end."""
     if most is None:
         return f"{text}, '', 0"

@@ -178,13 +178,13 @@ class Store:
 
     def steps(self) -> list[StepRecord]:
         """The manifests of all committed steps, in order."""
-        return self._steps("TRUE ORDER BY step")
+        return self._read_steps("TRUE ORDER BY step")
 
     def step(self, step: int) -> StepRecord:
         """The manifest of one committed step."""
-        return self._steps("step = ?", (step,))[0]
+        return self._read_steps("step = ?", (step,))[0]
 
-    def _steps(self, condition: str, values: tuple[int, ...] = ()) -> list[StepRecord]:
+    def _read_steps(self, condition: str, values: tuple[int, ...] = ()) -> list[StepRecord]:
         rows = self._db.all(
             "SELECT step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at, rejected"
             f" FROM steps WHERE {condition}",
@@ -196,10 +196,10 @@ class Store:
                 version_in,
                 version_out,
                 fingerprint,
-                _draws(draws),
+                _unpack_draws(draws),
                 rate,
                 finished,
-                _draws(rejected),
+                _unpack_draws(rejected),
             )
             for step, version_in, version_out, fingerprint, draws, rate, finished, rejected in rows
         ]
@@ -208,7 +208,7 @@ class Store:
 
     def metric_names(self) -> list[str]:
         """The names of all metrics of the run, sorted."""
-        return self._names("metrics", "name")
+        return self._distinct_values("metrics", "name")
 
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
@@ -219,7 +219,7 @@ class Store:
         curves: dict[str, list[tuple[int, float]]] = {}
         for name in wanted_names:
             if rows := self._db.all(query, (label(name), since or 0)):
-                curves[name] = [(step, _metric(value)) for step, value in rows]
+                curves[name] = [(step, _unpack_metric(value)) for step, value in rows]
         return curves
 
     def curve_ends(self, name: str, most: int) -> tuple[list[float], list[float]]:
@@ -227,7 +227,7 @@ class Store:
         query = "SELECT value FROM metrics WHERE name = ? ORDER BY step {} LIMIT ?"
         first, last = (
             [
-                _metric(value)
+                _unpack_metric(value)
                 for (value,) in self._db.all(query.format(order), (label(name), 2 * most))
             ]
             for order in ("", "DESC")
@@ -281,18 +281,18 @@ class Store:
             f"SELECT step, finished_at - ?1 AS value FROM steps{metric_condition if name else ''}"
         )
         extra_values = (label(name),) if name else ()
-        return self._thin_curve(times, self._beginning(), columns, within, *extra_values)
+        return self._thin_curve(times, self._start_time(), columns, within, *extra_values)
 
     def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
         """When this many steps were finished, in seconds as in `thinned_times`; step counts that the record does not have are left out."""
         steps_asked = set(steps_done)
         rows = self._db.all(
             "SELECT step + 1, finished_at - ?1 FROM steps WHERE step IN (SELECT value - 1 FROM json_each(?2))",
-            (self._beginning(), json.dumps(sorted(steps_asked))),
+            (self._start_time(), json.dumps(sorted(steps_asked))),
         )
         return ({0: 0.0} if 0 in steps_asked else {}) | dict(rows)
 
-    def _beginning(self) -> float:
+    def _start_time(self) -> float:
         first_step = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
         times = (moment(self.get_meta().get("created_at")), *(at for (at,) in first_step))
         return min((seconds for seconds in times if seconds is not None), default=0.0)
@@ -330,7 +330,7 @@ class Store:
     def step_metrics(self, step: int) -> dict[str, float]:
         """All metrics of one step."""
         rows = self._db.all("SELECT name, value FROM metrics WHERE step = ? ORDER BY name", (step,))
-        return {name: _metric(value) for name, value in rows}
+        return {name: _unpack_metric(value) for name, value in rows}
 
     def snapshot(self) -> AbstractContextManager[None]:
         """All reads inside the `with` block see the same state, even if the writer commits or rewinds meanwhile."""
@@ -433,12 +433,12 @@ class Store:
 
     def part_names(self) -> list[str]:
         """The names of all reward parts in the record, sorted."""
-        return self._names("parts", "name")
+        return self._distinct_values("parts", "name")
 
     def tasks(self, most: int) -> list[str]:
         """The task labels of a mixture, sorted; at most `most`."""
         if self._db.tasks_indexed:
-            return self._names("groups", "task", most)
+            return self._distinct_values("groups", "task", most)
         query = "SELECT DISTINCT task FROM groups WHERE task IS NOT NULL ORDER BY 1 LIMIT ?"
         return [task for (task,) in self._db.all(query, (most,))]
 
@@ -471,14 +471,14 @@ class Store:
 
     def evaluations(self, *, rows: bool = True) -> list[EvaluationRecord]:
         """All evaluations, by step, then in the order of insertion. Without `rows`, only their metrics."""
-        return self._evaluations("TRUE ORDER BY step, id", (), rows)
+        return self._read_evaluations("TRUE ORDER BY step, id", (), rows)
 
     def evaluation(self, step: int, name: str) -> EvaluationRecord | None:
         """The last added evaluation of that name after `step` steps; None if there is none."""
         condition = "step = ? AND name = ? ORDER BY id DESC LIMIT 1"
-        return next(iter(self._evaluations(condition, (step, label(name)), rows=True)), None)
+        return next(iter(self._read_evaluations(condition, (step, label(name)), rows=True)), None)
 
-    def _evaluations(
+    def _read_evaluations(
         self, condition: str, values: tuple[int | str, ...], rows: bool
     ) -> list[EvaluationRecord]:
         evaluations = self._db.all(
@@ -491,7 +491,7 @@ class Store:
                 name,
                 policy,
                 unpack_json(metrics),
-                self._evaluation_rows(evaluation) if rows else (),
+                self._read_evaluation_rows(evaluation) if rows else (),
                 questions,
             )
             for evaluation, step, name, policy, metrics, questions in evaluations
@@ -511,9 +511,9 @@ class Store:
             "SELECT id FROM evaluations WHERE step = ? AND name = ? AND policy = ?",
             (step, label(name), label(policy)),
         )
-        return self._evaluation_rows(matches[0][0]) if matches else ()
+        return self._read_evaluation_rows(matches[0][0]) if matches else ()
 
-    def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
+    def _read_evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
         query = "SELECT data FROM evaluation_rows WHERE evaluation = ? ORDER BY position"
         return tuple(unpack_json(data) for (data,) in self._db.all(query, (evaluation,)))
 
@@ -596,7 +596,7 @@ class Store:
             }
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
-    def _names(self, table: str, column: str, most: int = -1) -> list[str]:
+    def _distinct_values(self, table: str, column: str, most: int = -1) -> list[str]:
         """All values of a column that is the first of an index. Jumps from one value to the next; DISTINCT would read every row."""
         rows = self._db.all(
             f"WITH RECURSIVE names (name) AS (SELECT min({column}) FROM {table} WHERE {column} IS NOT NULL UNION ALL"
@@ -617,9 +617,9 @@ class Store:
         )
 
 
-def _draws(stored: str) -> tuple[int, ...]:
+def _unpack_draws(stored: str) -> tuple[int, ...]:
     return tuple(unpack_json(stored))
 
 
-def _metric(stored: float | None) -> float:
+def _unpack_metric(stored: float | None) -> float:
     return float("nan") if stored is None else stored

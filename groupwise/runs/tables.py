@@ -128,7 +128,7 @@ def _insert_rollout(
             pack_floats(segment.sampling_logprobs) if keep_tokens else None,
             segment.policy_version,
             text(segment.fingerprint),
-            _packed_params(segment.params) if segment.params else None,
+            _pack_params(segment.params) if segment.params else None,
             to_signed(segment.seed),
             segment.finish_reason,
             pack_tokens(segment.prompt_ids)
@@ -206,7 +206,7 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(
-        f"{message.get('role', '')}: {_content(message.get('content'))}" for message in prompt
+        f"{message.get('role', '')}: {_content_text(message.get('content'))}" for message in prompt
     )
 
 
@@ -281,7 +281,7 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
             sampling_logprobs=unpack_floats(logprobs),
             policy_version=version,
             fingerprint=plain_text(fingerprint),
-            params=_params(params),
+            params=_unpack_params(params),
             seed=to_unsigned(seed),
             finish_reason=reason,
             prompt_ids=None if prompt_ids is None else unpack_tokens(prompt_ids),
@@ -291,14 +291,14 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
     )
 
 
-def _packed_params(params: SamplingParams) -> str:
+def _pack_params(params: SamplingParams) -> str:
     """The parameters as JSON, without the restrictions that are off, which most are."""
     values = asdict(params)
     disabled = {name for name in RESTRICTIONS if not values[name]}
     return pack_json({name: value for name, value in values.items() if name not in disabled})
 
 
-def _params(stored: str | None) -> SamplingParams | None:
+def _unpack_params(stored: str | None) -> SamplingParams | None:
     if stored is None:
         return None
     values: dict[str, Any] = unpack_json(stored)
@@ -307,5 +307,5 @@ def _params(stored: str | None) -> SamplingParams | None:
     return SamplingParams(**values)
 
 
-def _content(content: Any) -> str:
+def _content_text(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else pack_json(content)

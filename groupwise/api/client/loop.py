@@ -156,7 +156,9 @@ async def train_async(
     return TrainingSummary(status.run_id, loop.metrics, scoring.failed)
 
 
-def _check_arguments(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
+def _check_arguments(
+    examples: Sequence[Example], function: object, steps: int, concurrency: int
+) -> None:
     check_function(function, "reward_function")
     if not examples:
         raise UsageError("There are no examples. Give a list of mappings with at least `prompt`.")

@@ -251,7 +251,9 @@ class Client:
             except _TransientFailure as failure:
                 if attempt == limit:
                     times_text = "" if limit == 0 else f" ({limit + 1} times)"
-                    error = self._endpoint_error(method, path, f"{failure}{times_text}", failure.status)
+                    error = self._endpoint_error(
+                        method, path, f"{failure}{times_text}", failure.status
+                    )
                     error.may_pass = True
                     raise error from failure.__cause__
                 wait = failure.retry_after or wait_after(attempt, self._timing.chance())
@@ -270,7 +272,7 @@ class Client:
         raise AssertionError("a request is answered, repeated or given up")
 
     async def _send_once(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-        """The body of one response. Raises _Passing if another attempt may succeed, else EndpointError."""
+        """The body of one response. Raises _TransientFailure if another attempt may succeed, else EndpointError."""
         url = self.endpoint.base_url + path
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -282,7 +284,9 @@ class Client:
         except httpx2.TransportError as error:
             raise _TransientFailure(f"{type(error).__name__}: {error}") from error
         except httpx2.HTTPError as error:
-            raise self._endpoint_error(method, path, f"{type(error).__name__}: {error}", None) from error
+            raise self._endpoint_error(
+                method, path, f"{type(error).__name__}: {error}", None
+            ) from error
         status = answer.status_code
         if status == 200 and not holds_error(answer.content):
             return answer.content
@@ -298,7 +302,9 @@ class Client:
             text = f"{text} (it wants to be asked again in {seconds:,.0f} s, which is too long to wait)"
         raise self._endpoint_error(method, path, f"status {status}: {text}", status)
 
-    def _endpoint_error(self, method: str, path: str, problem: str, status: int | None) -> EndpointError:
+    def _endpoint_error(
+        self, method: str, path: str, problem: str, status: int | None
+    ) -> EndpointError:
         message = f"{method} {self.endpoint.base_url}{path}: {problem}"
         if status in (401, 403):
             key_problem = "holds a key that is refused" if self._key else "is not set"

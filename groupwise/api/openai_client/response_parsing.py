@@ -89,16 +89,22 @@ def read_answer(body: bytes, requested_model: str) -> Choices:
         message, text = _as_mapping(choice.get("message")), choice.get("text")
         if not message and not isinstance(text, str):
             raise EndpointError(f"answered a choice without message or text: {excerpt(body)}")
-        texts.append(printable(_message_content(message.get("content"), body) if message else str(text)))
+        texts.append(
+            printable(_message_content(message.get("content"), body) if message else str(text))
+        )
         reason = choice.get("finish_reason")
         reasons.append(reason if isinstance(reason, str) else None)
     model, usage = value.get("model"), _as_mapping(value.get("usage"))
     return Choices(
         texts=tuple(texts),
         finish_reasons=tuple(reasons),
-        usage=Usage(_token_count(usage.get("prompt_tokens")), _token_count(usage.get("completion_tokens"))),
+        usage=Usage(
+            _token_count(usage.get("prompt_tokens")), _token_count(usage.get("completion_tokens"))
+        ),
         model=printable(model) if isinstance(model, str) and model else requested_model,
-        reasoning=tuple(_message_reasoning(_as_mapping(choice.get("message"))) for choice in choices),
+        reasoning=tuple(
+            _message_reasoning(_as_mapping(choice.get("message"))) for choice in choices
+        ),
     )
 
 

@@ -67,7 +67,9 @@ def key_problem(key: str) -> str | None:
 def body_hash(body: bytes) -> str:
     """The same for bodies that ask the same: order of keys, blanks, and 1 or 1.0 do not matter."""
     try:
-        canonical = json.dumps(_with_whole_numbers(json.loads(body)), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(
+            _with_whole_numbers(json.loads(body)), sort_keys=True, separators=(",", ":")
+        )
     except (ValueError, RecursionError):  # no JSON, or nested too deep to be read: as it stands
         return hashlib.sha256(b"bytes:" + body).hexdigest()
     return hashlib.sha256(b"json:" + canonical.encode()).hexdigest()
@@ -79,7 +81,9 @@ def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_whole_numbers(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _with_whole_numbers(item) for key, item in cast("dict[str, Any]", value).items()}
+        return {
+            key: _with_whole_numbers(item) for key, item in cast("dict[str, Any]", value).items()
+        }
     return value
 
 

@@ -79,7 +79,9 @@ def rescore(
         print_text(f"{result.run} by {', '.join(weighted)}\n")
         head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
         steps = [_agreement_row(f"{step}", agreement) for step, agreement in result.steps.items()]
-        print_table([head, *steps, *([_agreement_row("all", result.overall)] if len(steps) > 1 else [])])
+        print_table(
+            [head, *steps, *([_agreement_row("all", result.overall)] if len(steps) > 1 else [])]
+        )
         # The most frequent failures, and the functions that failed on every rollout.
         if result.overall.reasons:
             print_text("\nwhat failed, and why")

@@ -23,7 +23,9 @@ class Output:
         self._prefix = prefix
         self._left = _LINES_PER_CALL
         self._tail: deque[str] = deque(maxlen=5)
-        self._thread = threading.Thread(target=self._read_lines, name=f"{prefix} output", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_lines, name=f"{prefix} output", daemon=True
+        )
         self._thread.start()
 
     def begin_call(self) -> None:

@@ -328,7 +328,9 @@ def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]
         ) from error
 
 
-def _call_arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
+def _call_arguments(
+    function: RewardCallable, request: ScoreRequest, logged: Logged
+) -> dict[str, Any]:
     """Make new lists for each function: one that changes its arguments must not affect the others."""
     parameters = _parameters(function, "reward")
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -380,7 +382,9 @@ def _result_list(answer: Any, count: int) -> list[Any]:
         answer = answer.reshape(-1)
     listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping | Set):
-        raise _InvalidResult(f"returned {_describe_value(answer)}; expected a list of {count} numbers")
+        raise _InvalidResult(
+            f"returned {_describe_value(answer)}; expected a list of {count} numbers"
+        )
     entries = list(cast("Iterable[Any]", listed))
     if len(entries) != count:
         raise _InvalidResult(f"returned {count_values(len(entries))} for {count} completions")
@@ -408,7 +412,10 @@ def _parse_entry(entry: Any) -> tuple[float | None, str | None]:
     except Exception:  # noqa: BLE001 — `__float__` of a foreign object may raise anything
         value = None
     if value is None:
-        return None, f"returned {_describe_value(entry)} for this completion; expected a number or None"
+        return (
+            None,
+            f"returned {_describe_value(entry)} for this completion; expected a number or None",
+        )
     if math.isnan(value):  # as with TRL, which makes NaN of None
         return None, None
     if not abs(value) <= LARGEST:

@@ -150,7 +150,9 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Patterns that open and close any of these tags or a reasoning channel."""
     opening_marks, closing_marks = zip(*map(marks, tags), strict=True)
-    return _any_mark_pattern(opening_marks, _CHANNEL_OPENS), _any_mark_pattern(closing_marks, _CHANNEL_CLOSES)
+    return _any_mark_pattern(opening_marks, _CHANNEL_OPENS), _any_mark_pattern(
+        closing_marks, _CHANNEL_CLOSES
+    )
 
 
 def _any_mark_pattern(texts: Sequence[str], pattern: str) -> re.Pattern[str]:

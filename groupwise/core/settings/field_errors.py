@@ -34,7 +34,7 @@ _PATTERNS: Mapping[str, str] = {
     NAME_PATTERN: "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
     GROUP_ID_PATTERN: "must have only letters (A to Z), digits and `-`",
 }
-_BY_TYPE: Mapping[str, str] = {
+_MESSAGES: Mapping[str, str] = {
     "missing": "is required",
     "missing_argument": "is required",
     "missing_keyword_only_argument": "is required",
@@ -54,22 +54,28 @@ _BY_TYPE: Mapping[str, str] = {
     "model_type": "must be an object, { … }",
     "model_attributes_type": "must be an object, { … }",
 }
-_OF_TYPE = (
+_WRONG_TYPE_CODES = (
     *("int_type", "int_parsing", "int_from_float", "float_type", "float_parsing"),
     *("string_type", "bool_type", "bool_parsing", "literal_error"),
 )
-_OF_RANGE = (
+_OUT_OF_RANGE_CODES = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
     *("string_too_short", "string_too_long"),
 )
 """Pydantic's error types for ranges. If the field's declaration includes the range, the message describes the field's type instead."""
-_FORMS: Mapping[str, str] = {
+_UNION_VARIANT_MESSAGES: Mapping[str, str] = {
     "(messages)": "must be text, or a list of messages",
     "(section)": "must be a name, or an object, { … }, with parameters",
 }
 """The accepted forms of a union, by the label of the form that was tried."""
-_COUNTED = re.compile(r" after validation, not \d+$")
-_PYDANTIC = ("Input should ", "String should ", "List should ", "Tuple should ", "Value should ")
+_LENGTH_SUFFIX = re.compile(r" after validation, not \d+$")
+_PYDANTIC_PREFIXES = (
+    "Input should ",
+    "String should ",
+    "List should ",
+    "Tuple should ",
+    "Value should ",
+)
 
 
 class FieldError(NamedTuple):
@@ -104,7 +110,7 @@ def field_errors(
         messages = (
             validator_error.problems
             if isinstance(validator_error, Problems)
-            else (_message(detail, location, field_location, whole),)
+            else (_error_message(detail, location, field_location, whole),)
         )
         # For invalid JSON the location is an offset in the text, not a field.
         keys = [] if detail.get("type") == "json_invalid" else field_location.keys
@@ -123,40 +129,46 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()[:LONGEST_MESSAGE]
 
 
-def _message(
+def _error_message(
     detail: Mapping[str, Any], location: Location, field_location: _FieldLocation, whole: str
 ) -> str:
     kind = str(detail.get("type", ""))
     if kind == "extra_forbidden" and (owners := field_location.owners()):
-        return _unknown(str(location[-1]), owners)
+        return _unknown_field_message(str(location[-1]), owners)
     at_top = not field_location.keys
     if at_top and kind == "missing":
         return f"{whole} is empty: send a JSON object, at least {{}}"
-    if location and kind in ("list_type", "dict_type") and str(location[-1]) in _FORMS:
-        return _FORMS[str(location[-1])]
+    if (
+        location
+        and kind in ("list_type", "dict_type")
+        and str(location[-1]) in _UNION_VARIANT_MESSAGES
+    ):
+        return _UNION_VARIANT_MESSAGES[str(location[-1])]
     context = cast("Mapping[str, Any]", detail.get("ctx") or {})
     if kind == "json_invalid":
         return f"{whole} is not valid JSON: {context.get('error', 'it cannot be read')}"
     if kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
         return _PATTERNS.get(pattern, f"must match {pattern}")
-    expected = field_location.expected() if kind in (*_OF_TYPE, *_OF_RANGE) else None
-    if expected is not None and (kind in _OF_TYPE or "(" in expected):
+    expected = (
+        field_location.expected() if kind in (*_WRONG_TYPE_CODES, *_OUT_OF_RANGE_CODES) else None
+    )
+    if expected is not None and (kind in _WRONG_TYPE_CODES or "(" in expected):
         message = f"must be {expected}"
     else:
-        message = _BY_TYPE.get(kind) or _plain(str(detail.get("msg", "is not valid")))
+        message = _MESSAGES.get(kind) or _plain_message(str(detail.get("msg", "is not valid")))
     return f"{whole} {message}" if at_top and message.startswith("must ") else message
 
 
-def _plain(message: str) -> str:
-    message = _COUNTED.sub("", message.removeprefix("Value error, "))
-    for begin in _PYDANTIC:
+def _plain_message(message: str) -> str:
+    message = _LENGTH_SUFFIX.sub("", message.removeprefix("Value error, "))
+    for begin in _PYDANTIC_PREFIXES:
         if message.startswith(begin):
             return f"must {message.removeprefix(begin)}"
     return message
 
 
-def _unknown(key: str, owners: Sequence[type[BaseModel]]) -> str:
+def _unknown_field_message(key: str, owners: Sequence[type[BaseModel]]) -> str:
     names = list(dict.fromkeys(name for owner in owners for name in owner.model_fields))
     kind = "key" if any(issubclass(owner, Strict) for owner in owners) else "field"
     for owner in owners:
@@ -169,7 +181,7 @@ def _unknown(key: str, owners: Sequence[type[BaseModel]]) -> str:
     return f"is not a {kind}; there are {', '.join(names)}"
 
 
-def _is_label(component: int | str) -> bool:
+def _is_union_tag(component: int | str) -> bool:
     return str(component).startswith("(")
 
 
@@ -182,23 +194,25 @@ class _FieldLocation:
         self._above: list[Any] = []
         self._here: list[Any] = [] if model is None else [model]
         for number, component in enumerate(location, 1):
-            children = [step for annotation in self._here for step in _steps(annotation, component)]
+            children = [
+                step for annotation in self._here for step in _children(annotation, component)
+            ]
             must_be_key = number == len(location) and kind in ("extra_forbidden", "missing")
             if not children and isinstance(component, str) and not must_be_key and self._in_union():
                 continue  # pydantic's own label for a member of a union: `str`, `list[int]`
-            if not _is_label(component):
+            if not _is_union_tag(component):
                 self.keys.append(str(component))
             self._above, self._here = self._here, children
 
     def _in_union(self) -> bool:
         return any(
-            len([kind for _, kind in _members(annotation) if kind is not NoneType]) > 1
+            len([kind for _, kind in _union_members(annotation) if kind is not NoneType]) > 1
             for annotation in self._here
         )
 
     def owners(self) -> list[type[BaseModel]]:
         """The models that could have had the last part of the location as a field."""
-        return [model for parent in self._above for model in _models(parent)]
+        return [model for parent in self._above for model in _model_types(parent)]
 
     def expected(self) -> str | None:
         """The values that the field accepts, in words."""
@@ -213,34 +227,34 @@ class _FieldLocation:
         return descriptions.pop() if len(descriptions) == 1 else None
 
 
-def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
+def _union_members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
     """The possible types of an annotation, each with its union label."""
     if isinstance(annotation, FieldInfo):
-        yield from _members(annotation.annotation)
+        yield from _union_members(annotation.annotation)
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         label = next((marker.tag for marker in arguments[1:] if isinstance(marker, Tag)), None)
-        for inner, member in _members(arguments[0]):
+        for inner, member in _union_members(arguments[0]):
             yield label or inner, member
     elif origin in (Union, UnionType):
         for argument in arguments:
-            yield from _members(argument)
+            yield from _union_members(argument)
     else:
         yield None, annotation
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    types = (member for _, member in _members(annotation))
+def _model_types(annotation: Any) -> list[type[BaseModel]]:
+    types = (member for _, member in _union_members(annotation))
     return [kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _steps(annotation: Any, component: int | str) -> Iterator[Any]:
+def _children(annotation: Any, component: int | str) -> Iterator[Any]:
     """The types that a part of a location leads to."""
-    if _is_label(component):
-        yield from (member for label, member in _members(annotation) if label == component)
+    if _is_union_tag(component):
+        yield from (member for label, member in _union_members(annotation) if label == component)
         return
-    for _, member_kind in _members(annotation):
+    for _, member_kind in _union_members(annotation):
         arguments = get_args(member_kind)
         if isinstance(component, int) and get_origin(member_kind) in (list, tuple) and arguments:
             yield arguments[0]

@@ -31,7 +31,7 @@ def override(tree: Tree, assignments: Sequence[str]) -> Tree:
     for assignment in assignments:
         try:
             path, value = parse_override(assignment)
-            _set(result, path, value, assignment)
+            _set_value(result, path, value, assignment)
         except ConfigError as error:
             result.problems.append(error.message)
             result.unread.add(tuple(assignment.partition("=")[0].split(".")))
@@ -95,7 +95,7 @@ def _override_origin(path: KeyPath, assignment: str) -> str:
     return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(assignment.split())}"
 
 
-def _set(tree: Tree, path: KeyPath, value: Any, assignment: str) -> None:
+def _set_value(tree: Tree, path: KeyPath, value: Any, assignment: str) -> None:
     section = tree.values
     origin = _override_origin(path, assignment)
     for depth, key in enumerate(path[:-1], start=1):

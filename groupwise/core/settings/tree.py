@@ -181,7 +181,7 @@ def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
     """The value as plain JSON data; records lines, and a problem for each value that JSON cannot hold."""
     if isinstance(value, TaggedScalar):
         tag: Any = cast("Any", value).tag
-        return _problem(tree, path, f"carries the YAML tag {tag.value}; use plain values")
+        return _add_problem(tree, path, f"carries the YAML tag {tag.value}; use plain values")
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
         return {
@@ -200,10 +200,10 @@ def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return _problem(tree, path, f"is {float(value)}; it must be a finite number")
+        return _add_problem(tree, path, f"is {float(value)}; it must be a finite number")
     if isinstance(value, float):
         return float(value)
-    return _problem(
+    return _add_problem(
         tree, path, f"is {as_given(value)}, which a config cannot hold ({type(value).__name__})"
     )
 
@@ -214,11 +214,11 @@ def _is_key(mapping: Mapping[Any, Any], key: Any, path: KeyPath, tree: Tree) -> 
         tree.origins[(*path, str(key))] = f"{tree.source}:{lines[key][0] + 1}"
     if isinstance(key, str):
         return True
-    _problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')
+    _add_problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')
     return False
 
 
-def _problem(tree: Tree, path: KeyPath, what: str) -> None:
+def _add_problem(tree: Tree, path: KeyPath, what: str) -> None:
     tree.problems.append(f"{tree.origin(path)}: {'.'.join(path) or 'the config'} {what}.")
     tree.unread.add(path)
 

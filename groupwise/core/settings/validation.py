@@ -57,14 +57,14 @@ def validate(
     problems = [*tree.problems, *(check(tree) if check else ())]
     section = tree.value(at) if at else tree.values
     unread = [path[len(at) :] for path in tree.unread if path[: len(at)] == at]
-    search = _Search(model, {} if section is None else section, unread)
+    search = _ProblemSearch(model, {} if section is None else section, unread)
     result = search.run()
     problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
     if search.more:
         problems.append(f"{tree.source}: {search.more:,} more keys or values are wrong.")
     for section_path, conflict in _conflicts(result) if result is not None else ():
         if not search.doubts((*section_path, *key.split(".")) for key in conflict.keys):
-            problems.append(f"{_where(tree, at + section_path)}: {conflict.message}")
+            problems.append(f"{_section_origin(tree, at + section_path)}: {conflict.message}")
     if problems or result is None:
         unknown_keys = [
             str(detail["loc"][-1]) for detail in search.told if detail["type"] == "extra_forbidden"
@@ -85,7 +85,7 @@ def validate(
     return result
 
 
-def _where(tree: Tree, path: KeyPath) -> str:
+def _section_origin(tree: Tree, path: KeyPath) -> str:
     """Origin and name of a section; the root of the config has no name."""
     return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
 
@@ -103,7 +103,7 @@ def _conflicts(section: BaseModel, at: KeyPath = ()) -> Iterator[tuple[KeyPath, 
                 yield from _conflicts(value, (*at, info.alias or name))
 
 
-class _Search:
+class _ProblemSearch:
     """Searches for every problem with single keys.
 
     Some problems appear only if the rest is valid. So a wrong value is removed, a missing key gets a value, and the
@@ -123,7 +123,7 @@ class _Search:
         """Number of problems that were not examined: the advice for one takes some milliseconds."""
         for path in unread:
             self._replaced.add(path)
-            _take_out(self._left, path)
+            _remove_value(self._left, path)
 
     def run(self) -> Any:
         """The model of the valid keys; None if no replacement made the rest valid."""
@@ -140,7 +140,7 @@ class _Search:
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)
                 self.more = len(details[MOST_PROBLEMS:])
-                self._learn(details[:MOST_PROBLEMS])
+                self._record_problems(details[:MOST_PROBLEMS])
                 if self.more:
                     break
         return None
@@ -149,17 +149,17 @@ class _Search:
         """True if the config's value for one of these keys or sections is unknown."""
         unknown_paths = self._replaced | self._meant
         return any(
-            _starts(key, path) or _starts(path, key) for key in keys for path in unknown_paths
+            _is_within(key, path) or _is_within(path, key) for key in keys for path in unknown_paths
         )
 
-    def _learn(self, details: Sequence[ErrorDetails]) -> None:
+    def _record_problems(self, details: Sequence[ErrorDetails]) -> None:
         """Record the problems, and replace each wrong value with a valid one."""
-        deciding_keys = [self._read_by(detail) for detail in details]
+        deciding_keys = [self._deciding_keys(detail) for detail in details]
         replaced_before = frozenset(self._replaced)
         for detail, keys in zip(details, deciding_keys, strict=True):
             if not keys:
                 location = locate(self.model, detail["loc"])
-                if not any(_starts(location.path, path) for path in replaced_before):
+                if not any(_is_within(location.path, path) for path in replaced_before):
                     self.told.append(detail)
                 self._replace(location, detail["type"])
         for detail, keys in zip(details, deciding_keys, strict=True):
@@ -168,12 +168,12 @@ class _Search:
                     self.told.append(detail)
                 self._replace(locate(self.model, detail["loc"]), detail["type"])
 
-    def _read_by(self, detail: ErrorDetails) -> list[KeyPath]:
+    def _deciding_keys(self, detail: ErrorDetails) -> list[KeyPath]:
         """The other keys that decide whether this is a problem at all; mostly none."""
         location = locate(self.model, detail["loc"])
         if detail["type"] in ("value_error", "assertion_error"):
             # The schema's own validator raised; it does not say which keys it reads.
-            return [location.path] if isinstance(_inside(self._left, location.path), dict) else []
+            return [location.path] if isinstance(_value_at(self._left, location.path), dict) else []
         of_another_type = detail["type"] == "extra_forbidden" and any(
             location.path[-1] in keys_of(variant) for variant in location.variants.values()
         )
@@ -183,7 +183,7 @@ class _Search:
 
     def _replace(self, location: SchemaLocation, kind: str) -> None:
         path = location.path
-        value, parent = _inside(self._left, path), _inside(self._left, path[:-1])
+        value, parent = _value_at(self._left, path), _value_at(self._left, path[:-1])
         inner = sections_in(location.key.annotation) if location.key else {}
         if kind == "extra_forbidden":
             self._meant.update(_explain_unknown(self.model, location).meant)
@@ -197,7 +197,7 @@ class _Search:
         elif kind == "missing" and isinstance(parent, dict):
             parent[path[-1]] = {} if inner else _SOME_TEXT
         else:
-            _take_out(self._left, path)
+            _remove_value(self._left, path)
         self._replaced.add(path)
 
 
@@ -214,18 +214,18 @@ _SOME_TEXT = "…"
 """Replaces a missing required value. The required keys of our own sections that conflicts compare are all texts."""
 
 
-def _starts(path: KeyPath, other: KeyPath) -> bool:
+def _is_within(path: KeyPath, other: KeyPath) -> bool:
     """True if `path` equals `other` or lies below it."""
     return path[: len(other)] == other
 
 
-def _take_out(root: Any, path: KeyPath) -> None:
-    parent = _inside(root, path[:-1])
+def _remove_value(root: Any, path: KeyPath) -> None:
+    parent = _value_at(root, path[:-1])
     if path and isinstance(parent, dict):
         cast("dict[str, Any]", parent).pop(path[-1], None)
 
 
-def _inside(value: Any, path: KeyPath) -> Any:
+def _value_at(value: Any, path: KeyPath) -> Any:
     """The value at a path; None if there is none."""
     for key in path:
         value = cast("dict[str, Any]", value).get(key) if isinstance(value, dict) else None
@@ -245,7 +245,9 @@ def _explain(
     elif detail["type"].startswith("union_tag"):
         yield f"{tree.origin((*path, 'type'))}: {_explain_type(location, tree, at)}"
     elif isinstance(validator_error := detail.get("ctx", {}).get("error"), Problems):
-        yield from (f"{_where(tree, path)}: {problem}" for problem in validator_error.problems)
+        yield from (
+            f"{_section_origin(tree, path)}: {problem}" for problem in validator_error.problems
+        )
     else:
         yield f"{tree.origin(path)}: {_explain_value(model, location, detail, tree, at)}"
 
@@ -311,7 +313,7 @@ def _explain_value(
 
 
 @dataclass(frozen=True, slots=True)
-class _Unknown:
+class _KeyAdvice:
     """The message about a key that does not exist."""
 
     text: str
@@ -319,23 +321,25 @@ class _Unknown:
     """The keys or sections that the user may have meant, as paths from the root of the schema."""
 
 
-def _explain_unknown(root: type[BaseModel], location: SchemaLocation, at: KeyPath = ()) -> _Unknown:
+def _explain_unknown(
+    root: type[BaseModel], location: SchemaLocation, at: KeyPath = ()
+) -> _KeyAdvice:
     """Advice for an unknown key; the most certain advice first."""
     *section_path, key = at + location.path
     dotted = ".".join((*section_path, key))
     prefix = f"{dotted} is not a key"
     if reason := refused_keys(location.section).get(key):
-        return _Unknown(f"{prefix}; {reason}.")
+        return _KeyAdvice(f"{prefix}; {reason}.")
     if any(key in later_keys(variant) for variant in location.variants.values()):
-        return _Unknown(f"{dotted} is not in this version.")
+        return _KeyAdvice(f"{dotted} is not in this version.")
     if advice := foreign_advice(root, key):
         # The advice names keys in full, e.g. `training.max_steps`.
         suggested_keys = tuple(
             tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice)
         )
-        return _Unknown(f"{prefix}; {advice}.", suggested_keys)
+        return _KeyAdvice(f"{prefix}; {advice}.", suggested_keys)
     if is_secret(key):
-        return _Unknown(explain_secret((*section_path, key)))
+        return _KeyAdvice(explain_secret((*section_path, key)))
     if variant_advice := _explain_variant(location, at):
         return variant_advice
     if paths := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
@@ -346,27 +350,27 @@ def _explain_unknown(root: type[BaseModel], location: SchemaLocation, at: KeyPat
             for leaf in leaves(root)
             if (reason := refused_keys(leaf.section).get(key))
         )
-        return _Unknown(f"{prefix}; did you mean {names}?{next(reasons, '')}", paths)
+        return _KeyAdvice(f"{prefix}; did you mean {names}?{next(reasons, '')}", paths)
     later_path = next(
         (leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None
     )
     if later_path is not None:
-        return _Unknown(
+        return _KeyAdvice(
             f"{prefix}; {'.'.join((*later_path, key))} would be, but it is not in this version."
         )
     if nearest_path := _nearest(root, location):
-        return _Unknown(f"{prefix}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
+        return _KeyAdvice(f"{prefix}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
     keys = list(keys_of(location.section))
     closest = difflib.get_close_matches(key, keys, n=MOST_NAMES, cutoff=0.0)
     section = f"in {'.'.join(section_path)}" if section_path else "at the top"
     if len(keys) <= MOST_NAMES:
-        return _Unknown(f"{prefix}; the keys {section} are: {', '.join(keys)}.")
-    return _Unknown(
+        return _KeyAdvice(f"{prefix}; the keys {section} are: {', '.join(keys)}.")
+    return _KeyAdvice(
         f"{prefix}; of the {len(keys)} keys {section} the nearest are {', '.join(closest)}."
     )
 
 
-def _explain_variant(location: SchemaLocation, at: KeyPath) -> _Unknown | None:
+def _explain_variant(location: SchemaLocation, at: KeyPath) -> _KeyAdvice | None:
     """Advice if another type of the section has the key."""
     if len(location.variants) < 2:
         return None
@@ -385,7 +389,7 @@ def _explain_variant(location: SchemaLocation, at: KeyPath) -> _Unknown | None:
         else f"{'.'.join((*section_path, close_matches[0]))} (of {owner_names})"
     )
     question = f"it is {suggestion}." if close_matches[0] == key else f"did you mean {suggestion}?"
-    return _Unknown(
+    return _KeyAdvice(
         f"{'.'.join((*section_path, key))} is not a key of {'.'.join(section_path)} type {kind}; {question}",
         () if close_matches[0] == key else ((*location.path[:-1], close_matches[0]),),
     )

@@ -31,10 +31,10 @@ _LIMITS = {
 
 def describe(key: FieldInfo) -> str | None:
     """Describes the values of a key: `a number above 0 or null`. None for a type that has no description."""
-    return _describe(key.annotation, key.metadata)
+    return _describe_annotation(key.annotation, key.metadata)
 
 
-def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
+def _describe_annotation(annotation: Any, constraints: Sequence[Any]) -> str | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         words = [
@@ -47,16 +47,16 @@ def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
     if annotation in (None, NoneType):
         return "null"
     if origin is Annotated:
-        return _describe(arguments[0], [*constraints, *arguments[1:]])
+        return _describe_annotation(arguments[0], [*constraints, *arguments[1:]])
     if origin is Literal:
         return choices(arguments)
     if origin in (Union, UnionType):
-        members = [_describe(member, constraints) for member in arguments]
+        members = [_describe_annotation(member, constraints) for member in arguments]
         return None if None in members else " or ".join(dict.fromkeys(cast("list[str]", members)))
     if origin in (list, tuple) and arguments and arguments[0] in _WORDS:
         return f"a list of {_WORDS[arguments[0]][1]}"
     if origin in (list, tuple) and arguments:
-        inner = _describe(arguments[0], ())
+        inner = _describe_annotation(arguments[0], ())
         return f"a list, each {inner}" if inner else None
     if origin is dict or sections_in(annotation):
         return "a section with keys of its own"
@@ -84,11 +84,11 @@ def document(model: type[BaseModel]) -> str:
     by_path: dict[KeyPath, list[Leaf]] = {}
     for leaf in leaves(model):
         by_path.setdefault(leaf.path, []).append(leaf)
-    rows += [_row(model, path, path_leaves) for path, path_leaves in by_path.items()]
+    rows += [_key_row(model, path, path_leaves) for path, path_leaves in by_path.items()]
     return "\n".join(rows) + "\n"
 
 
-def _row(model: type[BaseModel], path: KeyPath, path_leaves: Sequence[Leaf]) -> str:
+def _key_row(model: type[BaseModel], path: KeyPath, path_leaves: Sequence[Leaf]) -> str:
     first = path_leaves[0]
     kinds = [leaf.kind for leaf in path_leaves]
     accepts = describe(first.key) or "any value"

@@ -105,7 +105,7 @@ def terminal_curve(
     if not any(curve.points for curve in finite_series):
         return f"{one_line(title)}: no values yet" if title else "no values yet"
     frame = _Frame.around(finite_series, y_ticks=max(2, height // 3))
-    labels = [_number(tick, frame.y_step) for tick in frame.y_ticks]
+    labels = [_tick_label(tick, frame.y_step) for tick in frame.y_ticks]
     margin = max(len(label) for label in labels)
     canvas = _Canvas(max(8, width - margin - 2), max(3, height), frame)
     for index, curve in enumerate(finite_series):
@@ -115,7 +115,7 @@ def terminal_curve(
         f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
         for row in range(canvas.rows)
     ]
-    lines += _axis_of_x(canvas, margin, x_label)
+    lines += _x_axis(canvas, margin, x_label)
     if title:
         legend = "   ".join(
             f"{'⠒⠒' if curve.style == 'line' else '·'} {one_line(curve.name)}"
@@ -149,8 +149,8 @@ class _Frame:
     @classmethod
     def around(cls, series: Iterable[Series], y_ticks: int, x_ticks: int = 6) -> _Frame:
         points = [point for curve in series for point in curve.points]
-        left, right = _spread([x for x, _ in points], at_least=1.0)
-        low, high = _spread([y for _, y in points], at_least=1e-9)
+        left, right = _padded_range([x for x, _ in points], at_least=1.0)
+        low, high = _padded_range([y for _, y in points], at_least=1e-9)
         y_step = _nice_step(high - low, y_ticks)
         x_step = max(1.0, _nice_step(right - left, x_ticks))
         bottom, top = math.floor(low / y_step) * y_step, math.ceil(high / y_step) * y_step
@@ -177,7 +177,7 @@ def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple((x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST)
 
 
-def _spread(values: Sequence[float], at_least: float) -> tuple[float, float]:
+def _padded_range(values: Sequence[float], at_least: float) -> tuple[float, float]:
     low, high = min(values), max(values)
     if high - low >= at_least * max(1.0, abs(high)):
         return low, high
@@ -197,7 +197,7 @@ def _ticks(low: float, high: float, step: float) -> tuple[float, ...]:
     return tuple(number * step for number in range(first, last + 1))
 
 
-def _number(value: float, step: float) -> str:
+def _tick_label(value: float, step: float) -> str:
     """Write a number with as many digits as the step between ticks needs."""
     if not 1e-4 <= abs(step) < 1e6:
         return f"{value:.3g}"
@@ -267,13 +267,13 @@ class _Canvas:
         return round(across * (2 * self.columns - 1)), round((1 - up) * (4 * self.rows - 1))
 
 
-def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
+def _x_axis(canvas: _Canvas, margin: int, label: str) -> list[str]:
     frame = canvas.frame
     axis = ["─"] * canvas.columns
     label_row = [" "] * (canvas.columns + margin + 2)
     next_free = 0
     for tick in frame.x_ticks:
-        column, text = canvas.column_of(tick), _number(tick, frame.x_step)
+        column, text = canvas.column_of(tick), _tick_label(tick, frame.x_step)
         start = min(max(column + margin + 2 - len(text) // 2, 0), len(label_row) - len(text))
         if start < next_free:
             continue
@@ -333,29 +333,31 @@ def svg_curve(
         for tick in frame.y_ticks:
             _, y = _pixel(frame, frame.left, tick, width, height)
             body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-            body.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
+            body.append(
+                _svg_text(_LEFT - 8, y + 4, _tick_label(tick, frame.y_step), "faint", "end")
+            )
         for tick in frame.x_ticks:
             x, y = _pixel(frame, tick, frame.bottom, width, height)
-            body.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
+            body.append(_svg_text(x, y + 20, _tick_label(tick, frame.x_step), "faint", "middle"))
         body += [
             _svg_series(curve, i, curves, frame, width, height) for i, curve in enumerate(curves)
         ]
     else:
-        body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
-    body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
+        body.append(_svg_text(width / 2, height / 2, "no values yet", "faint", "middle"))
+    body.append(_svg_text(width - _RIGHT, height - 12, x_label, "faint", "end"))
     if offset:
         body = [f'<g transform="translate(0 {offset})">', *body, "</g>"]
         height += offset
     head = [
         f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
-        _label(_LEFT, 28, title, "ink title"),
-        _label(_LEFT, 46, y_label, "faint"),
+        _svg_text(_LEFT, 28, title, "ink title"),
+        _svg_text(_LEFT, 46, y_label, "faint"),
     ]
     inner = "\n  ".join([*head, *body, *legend])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="{_xml(title)}">\n'
-        f"  <title>{_xml(title)}</title>\n  <style>{_STYLE}  </style>\n  {inner}\n</svg>\n"
+        f'height="{height}" role="img" aria-label="{_escape_xml(title)}">\n'
+        f"  <title>{_escape_xml(title)}</title>\n  <style>{_STYLE}  </style>\n  {inner}\n</svg>\n"
     )
 
 
@@ -374,28 +376,28 @@ def _svg_series(
             heights.setdefault(x, []).append(y)
         lowest = [(x, min(ys)) for x, ys in heights.items()]
         highest = [(x, max(ys)) for x, ys in heights.items()]
-        return f'<path class="band {colour}" d="{_path([*lowest, *reversed(highest)])}Z"/>'
-    return f'<path class="{_line(index, curves)}" d="{_path(pixels)}"/>'
+        return f'<path class="band {colour}" d="{_svg_path([*lowest, *reversed(highest)])}Z"/>'
+    return f'<path class="{_line_classes(index, curves)}" d="{_svg_path(pixels)}"/>'
 
 
-def _path(points: Sequence[Point]) -> str:
+def _svg_path(points: Sequence[Point]) -> str:
     return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
 def _colour(index: int, curves: Sequence[Series]) -> int:
     """Points or a band and the line after them share a colour."""
-    return len(_lines(curves[:index])) % COLOURS
+    return len(_line_curves(curves[:index])) % COLOURS
 
 
-def _line(index: int, curves: Sequence[Series]) -> str:
+def _line_classes(index: int, curves: Sequence[Series]) -> str:
     """CSS classes of a line. It is dashed if an earlier line has the same points, which then show in the gaps, or if colours repeat."""
-    earlier = _lines(curves[:index])
+    earlier = _line_curves(curves[:index])
     lies_on = any(line.points == curves[index].points for line in earlier)
     dashed = " dashed" if lies_on or len(earlier) >= COLOURS else ""
     return f"line c{_colour(index, curves)}{dashed}"
 
 
-def _lines(curves: Sequence[Series]) -> list[Series]:
+def _line_curves(curves: Sequence[Series]) -> list[Series]:
     return [curve for curve in curves if curve.style == "line"]
 
 
@@ -413,29 +415,29 @@ def _legend(curves: Sequence[Series], width: int, title: str) -> tuple[list[str]
         if curve.style == "band":  # the line after it names both
             continue
         entry = (index, shorten(one_line(curve.name), 24))
-        if rows[-1] and _across([*rows[-1], entry]) > width - _RIGHT:
+        if rows[-1] and _legend_width([*rows[-1], entry]) > width - _RIGHT:
             rows.append([])
         rows[-1].append(entry)
-    overlaps = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
+    overlaps = width - _RIGHT - _legend_width(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
     first = 46 if overlaps or len(rows) > 1 else 28
     shapes: list[str] = []
     for number, row in enumerate(rows):
         x, y = float(width - _RIGHT), first + number * _LINE
         for index, name in reversed(row):
             colour = f"c{_colour(index, curves)}"
-            shapes.append(_label(x, y, name, "faint", "end"))
+            shapes.append(_svg_text(x, y, name, "faint", "end"))
             x -= _SIGN * len(name) + 8
             if curves[index].style == "points":
                 dot = f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>'
                 shapes.append(dot)
             else:
-                line = _line(index, curves)
+                line = _line_classes(index, curves)
                 shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
             x -= _SWATCH - 8
     return shapes, (len(rows) - 1) * _LINE
 
 
-def _across(entries: Sequence[tuple[int, str]]) -> float:
+def _legend_width(entries: Sequence[tuple[int, str]]) -> float:
     return sum(_SIGN * len(name) + _SWATCH for _, name in entries)
 
 
@@ -447,11 +449,9 @@ def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
     )
 
 
-def _label(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_xml(text)}</text>'
-    )
+def _svg_text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape_xml(text)}</text>'
 
 
-def _xml(text: str) -> str:
+def _escape_xml(text: str) -> str:
     return escape(one_line(text))

@@ -19,7 +19,7 @@ from groupwise.runs import checkpoints, find, recovery
 from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
-from groupwise.runs.record_segments import PIECE, MadeAnew
+from groupwise.runs.record_segments import PIECE, RebuiltRecord
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
@@ -56,7 +56,7 @@ class ResumePoint:
     """Damaged checkpoints that cannot be used."""
     there: tuple[int, ...]
     """The steps of all checkpoints that look complete."""
-    made_anew: MadeAnew | None = None
+    made_anew: RebuiltRecord | None = None
     """How the run's record was repaired; None if it was intact."""
 
     @property

@@ -160,7 +160,7 @@ def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
             "INSERT INTO groups (draw, step, position, example, prompt, prompt_text, columns, metrics)"
             " VALUES (0, 0, 0, 0, '\"p\"', 'p', '{\"task\": \"sums\"}', '{}');"
         )
-    record_segments._put_together(tmp_path / "run.db", [tmp_path / "old.db"])
+    record_segments._build_record(tmp_path / "run.db", [tmp_path / "old.db"])
     found = rows(tmp_path / "run.db")
     assert (len(found["steps"]), found["warnings"]) == (1, [])
     with Store.open(tmp_path / "run.db", readonly=True) as store:

@@ -330,7 +330,7 @@ def test_what_is_taken_back_is_forgotten_by_the_index(tmp_path: Path) -> None:
         assert [view.step for view in store.rollouts(RolloutFilter(text="東京"))] == [0]
         store.rewind(0)
     with sqlite3.connect(path) as record:
-        for index in text_index.TEXTS:
+        for index in text_index.INDEX_SOURCES:
             record.execute(
                 f"CREATE VIRTUAL TABLE temp.{index}_left USING fts5vocab(main, {index}, row)"
             )
