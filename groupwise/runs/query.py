@@ -74,7 +74,10 @@ def rollout_query(filters: RolloutFilter, plan: Plan) -> tuple[str, Row]:
         for condition in conditions
     ]
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
-    query = f"SELECT {_id_column(filters)} FROM {_from_clause(filters, plan)}{where} ORDER BY {_order_clause(filters, plan)} LIMIT ? OFFSET ?"
+    query = (
+        f"SELECT {_id_column(filters)} FROM {_from_clause(filters, plan)}{where}"
+        f" ORDER BY {_order_clause(filters, plan)} LIMIT ? OFFSET ?"
+    )
     return query, (
         *(value for condition in conditions for value in condition.values),
         filters.limit,
