@@ -27,7 +27,7 @@ from groupwise.cli.sft import sft
 from groupwise.cli.web import web
 
 
-class Verbs(TyperGroup):
+class TopLevelGroup(TyperGroup):
     """The top-level commands."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -63,7 +63,7 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(
     name=PROGRAM,
-    cls=Verbs,
+    cls=TopLevelGroup,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -21,7 +21,7 @@ from groupwise.core.settings.field_errors import field_errors
 
 def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
     """An instance of `kind`, after its parameters were checked against the constructor's; messages start with `what`."""
-    accepted = taken_by(kind)
+    accepted = accepted_parameters(kind)
     names = [p.name for p in accepted]
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -42,16 +42,16 @@ def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
         name: _convert(value, hints.get(name), f"{what}: {name}")
         for name, value in parameters.items()
     }
-    return refusing(lambda: kind(**values), what)
+    return run_constructor(lambda: kind(**values), what)
 
 
-def taken_by(kind: type) -> list[inspect.Parameter]:
+def accepted_parameters(kind: type) -> list[inspect.Parameter]:
     """The parameters of a class that a config can give by name."""
     parameters = inspect.signature(kind).parameters.values()
     return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def refusing(call: Callable[[], Any], what: str) -> Any:
+def run_constructor(call: Callable[[], Any], what: str) -> Any:
     """The result of `call`. The message of a ValueError is shown alone, since it explains itself; other errors with their traceback."""
 
     def explained() -> Any:

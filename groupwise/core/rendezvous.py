@@ -13,7 +13,7 @@ FIRST_PORT, PORTS = 20_000, 12_000
 """A range below the ephemeral ports that systems assign to outgoing connections."""
 
 
-def meeting_of(rank: int, count: int, host: str, attempt: str) -> dict[str, str]:
+def rendezvous_variables(rank: int, count: int, host: str, attempt: str) -> dict[str, str]:
     """The variables for machine number `rank` of `count`. `host`: address of the first machine; `attempt`: as in `port_of`."""
     return {
         "NODE_RANK": str(rank),

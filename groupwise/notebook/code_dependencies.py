@@ -175,7 +175,7 @@ CONSTANTS: tuple[type, ...] = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
 )
 """Types whose values never change, for values of exactly this type (not of a subclass)."""
-SAID: tuple[type, ...] = (
+REPR_TYPES: tuple[type, ...] = (
     *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
     *(itemgetter, attrgetter),
 )

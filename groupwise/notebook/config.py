@@ -44,10 +44,10 @@ from groupwise.core.accelerators import accelerator
 from groupwise.core.errors import ConfigError
 from groupwise.core.reward_call.tags import Tag, Tags
 from groupwise.core.settings.credentials import holds_secret, is_secret, names_secret
-from groupwise.core.settings.schema import EACH_VALUE_ALONE, Conflict, setting
+from groupwise.core.settings.schema import SKIP_CONFLICT_CHECKS, Conflict, setting
 from groupwise.core.terminal.notebook import Table
 from groupwise.notebook.core import CHECKPOINTS, by_own_names, core_config
-from groupwise.notebook.friendly_errors import Worded, in_words, plain_number
+from groupwise.notebook.friendly_errors import UserModel, plain_number, to_config_error
 from groupwise.runs.config import RESERVED, RUN_NAME
 
 Backend = Literal["auto", "torch", "tunix"]
@@ -92,7 +92,7 @@ MASK = "*" * 10
 """Pydantic's placeholder for a credential."""
 
 
-class TrainingConfig(Worded):
+class TrainingConfig(UserModel):
     """A training in a notebook. Raises ConfigError for what cannot work, with all that is wrong at once."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True, protected_namespaces=())
@@ -212,14 +212,14 @@ class TrainingConfig(Worded):
         self._prepared = True
 
     @classmethod
-    def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Worded`; for credentials only whether they are text."""
+    def values_for_messages(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See `UserModel`; for credentials only whether they are text."""
         hidden = {
             name: (MASK if _is_mask(value) else "…") if isinstance(value, str | SecretStr) else 0
             for name, value in values.items()
             if (name in SECRETS or is_secret(name)) and not isinstance(value, bool | None)
         }
-        return {**without_secrets(super().as_shown(values)), **hidden}
+        return {**without_secrets(super().values_for_messages(values)), **hidden}
 
     @property
     def tags(self) -> Tags:
@@ -290,7 +290,7 @@ class TrainingConfig(Worded):
                 self.__dict__.update(previous[0])
                 object.__setattr__(self, "__pydantic_fields_set__", previous[1])
                 values = {key: previous[0][key] for key in previous[1]}
-                raise in_words(type(self), {**values, name: value}, error) from None
+                raise to_config_error(type(self), {**values, name: value}, error) from None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -359,7 +359,7 @@ class TrainingConfig(Worded):
     @model_validator(mode="after")
     def _check_core_config(self, info: ValidationInfo) -> Self:
         """Checks the core's config; errors use the names of this class unless a key of the core was given."""
-        if info.context is EACH_VALUE_ALONE:
+        if info.context is SKIP_CONFLICT_CHECKS:
             return self
         try:
             with by_own_names(self):

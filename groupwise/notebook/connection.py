@@ -27,7 +27,7 @@ from groupwise.notebook.evaluation import evaluate
 from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.hyperparameter_search import search
 from groupwise.notebook.quick import quick_test, run_full_pipeline
-from groupwise.notebook.rewards import Given, create_reward_functions, register_reward
+from groupwise.notebook.rewards import RewardList, create_reward_functions, register_reward
 from groupwise.notebook.search_space import Space
 from groupwise.notebook.session import Session, prepare_session
 from groupwise.notebook.study import Search
@@ -66,8 +66,8 @@ class Connection:
         config: TrainingConfig,
         session: Session,
         *,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
         resume: bool = True,
     ) -> TrainerState:
         """See `groupwise.notebook.train_grpo`."""
@@ -91,8 +91,8 @@ class Connection:
         session: Session,
         *,
         samples_per_prompt: int | None = None,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
     ) -> dict[str, float]:
         """See `groupwise.notebook.evaluate`."""
         return evaluate(
@@ -107,8 +107,8 @@ class Connection:
         self,
         config: TrainingConfig,
         *,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
         resume: bool = True,
     ) -> tuple[Session, TrainerState, str]:
         """See `groupwise.notebook.run_full_pipeline`."""
@@ -129,8 +129,8 @@ class Connection:
         *,
         metric: str = "reward",
         prune: bool = True,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
     ) -> Search:
         """See `groupwise.notebook.search`."""
         _use(self.key)

@@ -25,12 +25,12 @@ from groupwise.notebook.rows import (
     RUBRIC,
     accepted_forms,
     as_row_list,
-    holds,
     is_chat,
+    is_not_empty,
     key_of,
+    last_user_message,
     refuse_odd_answer,
     row_of,
-    said_last,
     usable_rows,
 )
 from groupwise.tasks.builtin import math, rubric_answers
@@ -223,7 +223,7 @@ def _rename_columns(
     def full_row(row: Mapping[str, Any]) -> Row:
         chat = row.get("prompt") if names["question"] == "prompt" else None
         prompt_column = {"prompt": chat} if is_chat(chat) else {}
-        mapped_row = make({**row, "prompt": said_last(chat)} if prompt_column else {**row})
+        mapped_row = make({**row, "prompt": last_user_message(chat)} if prompt_column else {**row})
         other_columns = {
             name: cell for name, cell in row.items() if (name, names["question"]) != ("prompt",) * 2
         }
@@ -331,9 +331,9 @@ def with_prompts(rows: Sequence[Row], config: TrainingConfig) -> Rows:
                 f"A row is {type(value).__name__}. Expected rows such as {{'question': …, 'answer': …}}."
             )
         row = cast("Row", value)
-        if holds(row.get("prompt")):
+        if is_not_empty(row.get("prompt")):
             return row
-        if not holds(row.get("question")):
+        if not is_not_empty(row.get("question")):
             raise TaskError(
                 f"A row has neither a question nor a prompt, but {', '.join(map(str, row)) or 'nothing'}. Rename the column that asks to "
                 "question."

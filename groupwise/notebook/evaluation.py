@@ -16,7 +16,7 @@ from groupwise.notebook.identity import (
     reward_facts,
 )
 from groupwise.notebook.previous_runs import FACTS
-from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.rewards import RewardList, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.runs.folder import RECORD
@@ -29,8 +29,8 @@ def evaluate(
     session: Session,
     *,
     samples_per_prompt: int | None = None,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
 ) -> dict[str, float]:
     """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
 

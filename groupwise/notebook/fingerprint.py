@@ -31,7 +31,7 @@ from typing import Any, cast
 
 from groupwise.notebook.code_dependencies import (
     CONSTANTS,
-    SAID,
+    REPR_TYPES,
     globals_used,
     has,
     is_collection,
@@ -83,7 +83,7 @@ def _plain_value(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-class Look:
+class FunctionDescription:
     """Everything that a function uses, followed through the user's own code; other code is identified by name.
 
     Functions and classes that their module has under their own names are described under these names, even if they have aliases: so
@@ -244,7 +244,7 @@ class Look:
             return [base_type.__repr__(value), describe(state_of(value))]
         if isinstance(value, Enum):  # of a library
             return [value.name, describe(value.value)]
-        if isinstance(value, SAID):
+        if isinstance(value, REPR_TYPES):
             return repr(value)
         if isinstance(value, Random):
             return repr(value.getstate())

@@ -15,11 +15,11 @@ from groupwise.core.settings.tree import tree_of
 from groupwise.core.settings.validation import validate
 
 
-class Worded(Strict):
+class UserModel(Strict):
     """A `Strict` model whose constructor raises ConfigError."""
 
     @classmethod
-    def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def values_for_messages(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """The given values in the form for messages."""
         return {name: _json_value(value) for name, value in values.items()}
 
@@ -44,17 +44,19 @@ class Worded(Strict):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise in_words(type(self), values, error) from None
+                raise to_config_error(type(self), values, error) from None
 
         # Marks this as pydantic's own constructor: validation of JSON then bypasses it, so that `validate` gets pydantic's
         # errors.
         __init__.__pydantic_base_init__ = True
 
 
-def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationError) -> ConfigError:
+def to_config_error(
+    kind: type[UserModel], values: Mapping[str, Any], error: ValidationError
+) -> ConfigError:
     """An error that explains everything that is wrong with these values."""
     try:
-        validate(kind, tree_of(kind.as_shown(values), kind.__name__))
+        validate(kind, tree_of(kind.values_for_messages(values), kind.__name__))
     except ConfigError as config_error:
         return config_error
     return ConfigError(

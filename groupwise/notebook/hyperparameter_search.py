@@ -32,20 +32,20 @@ from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.friendly_errors import is_count, plain_number
 from groupwise.notebook.identity import ROWS, collected_names, comparable, differences, facts_of
-from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.rewards import RewardList, rewards_of
 from groupwise.notebook.search_space import FIXED, Space, distributions, is_credential, with_values
 from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.study import (
     JOURNAL,
     Search,
+    early_end_reason,
     end_early,
     fail,
     next_trial,
     open_study,
     refuse_other_space,
     refuse_without_optuna,
-    repeats,
-    why_over,
+    reuse_earlier_result,
 )
 from groupwise.notebook.task import metric_names
 from groupwise.notebook.training import run_training
@@ -74,8 +74,8 @@ def search(
     *,
     metric: str = "reward",
     prune: bool = True,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
     server: str | None = None,
 ) -> Search:
     """Train with values of the space until there are so many trials; returns them with the best config.
@@ -108,7 +108,7 @@ def search(
     _refuse_other_question(study, folder, base, rewards, space, metric)
     while (trial := next_trial(study, trial_space, trials, config.seed)) is not None:
         try:
-            if not repeats(study, trial):
+            if not reuse_earlier_result(study, trial):
                 trial_config = with_values(config, trial.params).changed(
                     checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
                 )
@@ -126,7 +126,7 @@ def search(
             _copy_to_drive(folder / JOURNAL, journal)
         show(result)
     if len(study.trials) < trials:
-        tell(why_over(study, trials))
+        tell(early_end_reason(study, trials))
     return result
 
 

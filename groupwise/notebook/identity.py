@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.fingerprint import Look, digest
+from groupwise.notebook.fingerprint import FunctionDescription, digest
 from groupwise.tasks.data.chat import Row
 from groupwise.tasks.rewards.nesting import stood_for
 from groupwise.tasks.rewards.rubric import Rubric
@@ -52,7 +52,9 @@ def facts_of(
 def reward_facts(rewards: Rubric) -> dict[str, Any]:
     """The part of `facts_of` about rewards, including objects that are known by type only (`UNSEEN`)."""
     parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
-    looks = [(name, weight, Look(stood_for(function))) for name, weight, function in parts]
+    looks = [
+        (name, weight, FunctionDescription(stood_for(function))) for name, weight, function in parts
+    ]
     return {
         REWARDS: {name: digest([weight, look.found[""]]) for name, weight, look in looks},
         USED: {

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from groupwise.core.construct import taken_by
+from groupwise.core.construct import accepted_parameters
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import check_function, name_of
 from groupwise.core.reward_call.tags import Tag, Tags, after_reasoning, marks
@@ -30,9 +30,9 @@ from groupwise.tasks.rewards.rubric import Rubric
 
 Reward: TypeAlias = Callable[..., Any]
 """f(prompts, completions, **columns) -> list of numbers, None for rows to which it does not apply. Prompts and completions are text."""
-One: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
+RewardSpec: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
 """A function, the name of one (with its parameters, in a mapping), or rubrics."""
-Given: TypeAlias = Sequence[One | tuple[One, float]]
+RewardList: TypeAlias = Sequence[RewardSpec | tuple[RewardSpec, float]]
 """Rewards, some of them with a weight."""
 
 NO_CHAT = "string indices must be integers"
@@ -86,8 +86,8 @@ def create_reward_functions(
 def rewards_of(
     config: TrainingConfig,
     rows: Sequence[Row],
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given | None = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList | None = (),
 ) -> Rubric:
     """The rewards of a training: `reward_functions` replace those of the config; `extra_reward_functions` are added in either case."""
     if reward_functions is None:
@@ -152,7 +152,7 @@ def _make_reward(parameter_name: str, reward: Any, tags: Tags) -> Any:
         kind = registered_rewards().get(str(section.get("name")))
         if inspect.isclass(kind):
             # A reward that looks for marks uses those of the config, unless other marks are passed to it.
-            accepted = {parameter.name for parameter in taken_by(kind)}
+            accepted = {parameter.name for parameter in accepted_parameters(kind)}
             config_tags = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
             default_tags = {
                 name: _plain_tag(tag) for name, tag in config_tags.items() if name in accepted

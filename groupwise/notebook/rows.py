@@ -94,7 +94,7 @@ def key_of(row: Row) -> str:
     if is_chat(prompt) and not isinstance(prompt, Mapping):
         prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages_of(prompt))
     parts: list[Any] = [row.get("question"), prompt]
-    return question_key("\n".join(str(part) for part in parts if holds(part)))
+    return question_key("\n".join(str(part) for part in parts if is_not_empty(part)))
 
 
 def row_of(value: object, config: TrainingConfig) -> Row:
@@ -104,7 +104,7 @@ def row_of(value: object, config: TrainingConfig) -> Row:
     row = cast("Mapping[str, Any]", value)
     question, chat = row.get("question"), row.get("prompt")
     if question is None and is_chat(chat):
-        question = said_last(chat)
+        question = last_user_message(chat)
     if not isinstance(question, str) or not question.strip():
         raise Unusable("it has no text in the column question")
     gaps = dict.fromkeys(name for name in ("answer", *RUBRIC) if name in row)
@@ -113,7 +113,7 @@ def row_of(value: object, config: TrainingConfig) -> Row:
     score_columns: Row = {}
     if _accepts(refuse_odd_answer, row.get("answer")) and _accepts(answers.check_row, row):
         score_columns["answer"] = row["answer"]
-    if holds(row.get("rubric")) and _accepts(RubricOverlap("reference").check_row, row):
+    if is_not_empty(row.get("rubric")) and _accepts(RubricOverlap("reference").check_row, row):
         score_columns |= {name: row[name] for name in RUBRIC}
     if not score_columns:
         refuse_odd_answer(row.get("answer"))
@@ -146,10 +146,10 @@ def accepted_forms(cell: object) -> list[Any]:
 
 def is_chat(cell: object) -> bool:
     """True if a prompt is messages rather than a text."""
-    return not isinstance(cell, str) and holds(cell)
+    return not isinstance(cell, str) and is_not_empty(cell)
 
 
-def said_last(chat: object) -> str:
+def last_user_message(chat: object) -> str:
     """The user's last message. Raises Unusable if there is none."""
     contents = [message["content"] for message in messages_of(chat) if message["role"] == "user"]
     if not contents:
@@ -157,7 +157,7 @@ def said_last(chat: object) -> str:
     return contents[-1].strip()
 
 
-def holds(cell: object) -> bool:
+def is_not_empty(cell: object) -> bool:
     """True for a chat, a text or a list that is not empty."""
     if isinstance(cell, str):
         return bool(cell.strip())

@@ -29,7 +29,7 @@ from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Conflict, setting
 from groupwise.core.settings.tree import Tree, read_yaml
 from groupwise.core.settings.validation import validate
-from groupwise.notebook.friendly_errors import Worded
+from groupwise.notebook.friendly_errors import UserModel
 from groupwise.tasks.rewards.judge import Judge
 from groupwise.tasks.rewards.matching import keyword_share
 from groupwise.tasks.rewards.overlap import overlap, words
@@ -52,7 +52,7 @@ LONG = 3
 """Minimum number of letters of a description's word that carries meaning."""
 
 
-class Criterion(Worded):
+class Criterion(UserModel):
     """One thing that a good answer has."""
 
     name: str = setting(..., "What it is called in metrics.", min_length=1)
@@ -104,7 +104,7 @@ class Criterion(Worded):
         return f"{self.name}{f': {self.description}' if self.description else ''}{example_lines}"
 
 
-class Rubric(Worded):
+class Rubric(UserModel):
     """Criteria that are scored together."""
 
     name: str = setting(..., "What it is called.", min_length=1)
@@ -237,7 +237,7 @@ class Rubric(Worded):
         return "\n".join([*([self.description] if self.description else []), *heavy, *example])
 
 
-class RubricSet(Worded):
+class RubricSet(UserModel):
     """Rubrics for questions of several types."""
 
     name: str = setting("rubrics", "What it is called.", min_length=1)

@@ -112,7 +112,7 @@ def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
     return len(combinations_tried) == combinations
 
 
-def repeats(study: Study, trial: Trial) -> bool:
+def reuse_earlier_result(study: Study, trial: Trial) -> bool:
     """True if a trial with these values has already ended; its result is then reported for this trial too."""
     ended_trials = [
         earlier_trial
@@ -150,7 +150,7 @@ def fail(study: Study, trial: Trial, error: Exception) -> None:
     study.tell(trial, state=_trial_state("FAIL"))
 
 
-def why_over(study: Study, trials: int) -> str:
+def early_end_reason(study: Study, trials: int) -> str:
     """The explanation for fewer trials than the user asked for."""
     failed_count = sum(trial.state.name == "FAIL" for trial in study.trials)
     retry_hint = (

@@ -15,7 +15,7 @@ from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.identity import UNSEEN, USED, Collected, collected_names, facts_of
 from groupwise.notebook.previous_runs import newest_alike
 from groupwise.notebook.record import Record
-from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.rewards import RewardList, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.runs import find
@@ -66,8 +66,8 @@ def train_grpo(
     config: TrainingConfig,
     session: Session,
     *,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
     resume: bool = True,
 ) -> TrainerState:
     """Train, with checkpoints on the way and at the end.

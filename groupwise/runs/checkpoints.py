@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that cannot be used."""
 
     path: Path
@@ -88,7 +88,9 @@ class Skipped:
 class CheckpointList(list[Checkpoint]):
     """The complete checkpoints of a run by their steps; `skipped` lists the unusable ones."""
 
-    def __init__(self, complete: Iterable[Checkpoint], skipped: Iterable[Skipped]) -> None:
+    def __init__(
+        self, complete: Iterable[Checkpoint], skipped: Iterable[SkippedCheckpoint]
+    ) -> None:
         super().__init__(complete)
         self.skipped = tuple(skipped)
 
@@ -138,12 +140,12 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
     ResumeMismatchError if one of them was written by a newer version.
     """
     good: list[Checkpoint] = []
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     for path in sorted(_folders(folder), key=_step_of):
         try:
             good.append(_read_checkpoint(path, verify))
         except _Damaged as damage:
-            skipped.append(Skipped(path, str(damage)))
+            skipped.append(SkippedCheckpoint(path, str(damage)))
     return CheckpointList(good, skipped)
 
 

@@ -207,7 +207,7 @@ def _checkpoint_folders(run: Path) -> list[tuple[int, Path]]:
 # --- the record ----------------------------------------------------------------------------------
 
 
-def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
+def find_damage(record: Path, *, thorough: bool = False) -> str | None:
     """Why a record has to be rebuilt from pieces; None if it is usable, or if rebuilding would not help.
 
     `thorough` reads the whole file.

@@ -26,7 +26,7 @@ from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints, record_segments
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START
 from groupwise.runs.lock import RunLock
-from groupwise.runs.record_segments import RebuiltRecord, rebuild_record, trouble_with
+from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_record
 
 CARRIED = "run"
 """Name of the folder, within a checkpoint, that holds these parts."""
@@ -103,7 +103,7 @@ def recover(path: Path, *, thorough: bool = True) -> RebuiltRecord | None:
     RunInUseError if a live process holds the run, StoreError if there is nothing to rebuild it from.
     """
     record = path / RECORD
-    trouble = trouble_with(record, thorough=thorough)
+    trouble = find_damage(record, thorough=thorough)
     if trouble is None:
         return None
     newest = checkpoints.newest(path / CHECKPOINTS)

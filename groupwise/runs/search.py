@@ -15,8 +15,8 @@ from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
 from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
 from groupwise.runs.records import (
+    CompletedPrompt,
     FailureKind,
-    GroupAsked,
     GroupScore,
     RolloutDetail,
     RolloutFilter,
@@ -49,7 +49,7 @@ _UNSCORED = ("failed", "timed_out")
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFilter:
+class PromptFilter:
     """Selects groups of committed steps. Groups that replay the completions of an earlier draw are never among them."""
 
     until: int | None = None
@@ -226,7 +226,7 @@ def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
     return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
 
 
-def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
+def find_completed_prompts(db: Database, filters: PromptFilter) -> list[CompletedPrompt]:
     """The groups that match the filter. Those of a task are sorted by draw, which is nearly the order of steps and has an index."""
     conditions: list[tuple[str, Any]] = [
         ("step <= ?", filters.until),
@@ -244,7 +244,7 @@ def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
         (*values, filters.limit),
     )
     return [
-        GroupAsked(draw, step, example, plain_text(prompt) or "")
+        CompletedPrompt(draw, step, example, plain_text(prompt) or "")
         for draw, step, example, prompt in rows
     ]
 

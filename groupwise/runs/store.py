@@ -22,10 +22,10 @@ from groupwise.runs.database import Database
 from groupwise.runs.encoding import label, moment, pack_json, plain_text, text, unpack_json
 from groupwise.runs.records import (
     TIMING_PREFIXES,
+    CompletedPrompt,
     CurvePoint,
     EvaluationRecord,
     FailureKind,
-    GroupAsked,
     GroupReward,
     GroupScore,
     ResumeRecord,
@@ -37,10 +37,10 @@ from groupwise.runs.records import (
     WarningRecord,
 )
 from groupwise.runs.search import (
-    AskedFilter,
+    PromptFilter,
     every_rollout,
     failure_kinds,
-    find_asked,
+    find_completed_prompts,
     find_rollouts,
     read_scores,
 )
@@ -393,9 +393,9 @@ class Store:
         """
         return every_rollout(self._db, filters)
 
-    def groups_asked(self, filters: AskedFilter) -> list[GroupAsked]:
+    def completed_prompts(self, filters: PromptFilter) -> list[CompletedPrompt]:
         """The prompts that were completed in the steps that match the filter."""
-        return find_asked(self._db, filters)
+        return find_completed_prompts(self._db, filters)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
         """Rewards of these groups' members, by draw; groups without a scored member are left out."""

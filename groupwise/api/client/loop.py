@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
 """Consecutive groups whose reward function may fail, or whose lease may expire, before the loop raises an error."""
-FAREWELL = 5.0
+CLEANUP_SECONDS = 5.0
 """Seconds at the end for giving up the groups that are still open."""
 ENDS = frozenset({EventKind.FINISHED, EventKind.STOPPED})
 CHANGES_COUNTS = frozenset(
@@ -308,7 +308,7 @@ class _Loop:
             await asyncio.gather(*waiting, return_exceptions=True)
             # Free the server's slots of groups that will not be rewarded now, instead of when their lease expires.
             with suppress(ClientError, TimeoutError):
-                async with asyncio.timeout(FAREWELL):
+                async with asyncio.timeout(CLEANUP_SECONDS):
                     for group_id in list(self._open):
                         await self._client.give_up(group_id)
 

@@ -1,7 +1,7 @@
 """The HTTP side of a server: its routes, the middleware in front of them, and the OpenAPI document generated from both.
 
 Routes raise a `Refusal`; FastAPI raises its own errors for unknown addresses and invalid requests, which become
-refusals here. All are rendered in one place (`middleware.Observed`). For each route the document names the role that may call it, and
+refusals here. All are rendered in one place (`middleware.RequestMiddleware`). For each route the document names the role that may call it, and
 every problem that it can answer with.
 """
 
@@ -24,7 +24,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.middleware import BodyRead, CallerOf, Guarded, Observed, RouteTable
+from groupwise.api.http.middleware import (
+    AuthMiddleware,
+    BodyMiddleware,
+    CallerOf,
+    RequestMiddleware,
+    RouteTable,
+)
 from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import Shared, facts_of
 from groupwise.api.schemas.idempotency import HEADERS as IDEMPOTENCY_HEADERS
@@ -60,7 +66,7 @@ EXAMPLE_INSTANCE = "urn:groupwise:request:0123456789abcdef"
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ApiInfo:
     """A server's title and introduction in the OpenAPI document."""
 
     title: str
@@ -68,7 +74,7 @@ class About:
 
 
 def assemble(
-    about: About,
+    about: ApiInfo,
     routes: Sequence[Route],
     shared: Shared,
     caller_of: CallerOf,
@@ -126,10 +132,12 @@ def assemble(
     app.add_exception_handler(RequestValidationError, cast("Any", _refuse_invalid_request))
     app.add_exception_handler(HTTPException, cast("Any", _refuse_http_exception))
     # The middleware that is added last is the outermost.
-    app.add_middleware(cast("Any", BodyRead), shared=shared)
-    app.add_middleware(cast("Any", Guarded), shared=shared, who=caller_of, local_only=local_only)
+    app.add_middleware(cast("Any", BodyMiddleware), shared=shared)
+    app.add_middleware(
+        cast("Any", AuthMiddleware), shared=shared, who=caller_of, local_only=local_only
+    )
     table = RouteTable((*routes, document_route))
-    app.add_middleware(cast("Any", Observed), shared=shared, table=table)
+    app.add_middleware(cast("Any", RequestMiddleware), shared=shared, table=table)
     return app
 
 
@@ -190,7 +198,7 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = await strict_json.parse_aside(await self.body())
+            self._json = await strict_json.parse_in_thread(await self.body())
         return self._json
 
 

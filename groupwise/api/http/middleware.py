@@ -1,9 +1,9 @@
 """The layers that every request passes before its route, from the outermost to the innermost.
 
-    Observed   assigns an id, counts and logs the request, and answers exceptions: a `Refusal` as its problem body, any other as
-               `internal`, whose details are written only to the log, under that id
-    Guarded    checks the caller's key, its role, its rate limit, and whether the server still accepts work
-    BodyRead   reads the body within a limit of bytes and time, and cancels the work if the client disconnects
+    RequestMiddleware   assigns an id, counts and logs the request, and answers exceptions: a `Refusal` as its problem body, any other as
+                        `internal`, whose details are written only to the log, under that id
+    AuthMiddleware      checks the caller's key, its role, its rate limit, and whether the server still accepts work
+    BodyMiddleware      reads the body within a limit of bytes and time, and cancels the work if the client disconnects
 
 Plain ASGI: streams pass unwrapped. The settings of a route are in its `Route`.
 """
@@ -55,7 +55,7 @@ class RouteTable:
         return None
 
 
-class Observed:
+class RequestMiddleware:
     """The outermost layer; see the module docstring."""
 
     def __init__(
@@ -146,10 +146,10 @@ class _Response:
         await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with a problem body. If a response has already started, it can only be broken off: raises `BrokenOff`."""
+        """Answer with a problem body. If a response has already started, it can only be broken off: raises `ResponseAborted`."""
         self._facts.code = refusal.code
         if self.status is not None:
-            raise BrokenOff(refusal.code)
+            raise ResponseAborted(refusal.code)
         body = refusal.problem(self._facts.instance).model_dump_json().encode()
         headers = {
             "content-type": MEDIA_TYPE,
@@ -165,11 +165,11 @@ class _Response:
         await self.send({"type": "http.response.body", "body": body})
 
 
-class BrokenOff(Exception):
+class ResponseAborted(Exception):
     """A response that cannot be finished. The connection is closed, so the client cannot take a part for the whole."""
 
 
-class Guarded:
+class AuthMiddleware:
     """Passes authorised requests on."""
 
     def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
@@ -193,7 +193,7 @@ class Guarded:
         await self._app(scope, receive, send)
 
 
-class BodyRead:
+class BodyMiddleware:
     """The innermost layer; see the module docstring."""
 
     def __init__(self, app: ASGIApp, shared: Shared) -> None:

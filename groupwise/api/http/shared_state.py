@@ -14,7 +14,7 @@ from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import WORDS, Caller, Role
 from groupwise.api.schemas.problems import Refusal
 
-LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
+STATUS_ROUTES = frozenset({"GET /status", "GET /activity", "GET /metrics"})
 """Routes that only show the state of a server."""
 
 
@@ -32,7 +32,7 @@ class Limits:
     """For a request whose body is JSON; None: the same as for any other."""
 
 
-class Buckets:
+class TokenBuckets:
     """A token bucket for each key: `burst` requests at once, refilled by `per_second`."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Buckets:
 
 
 @dataclass(slots=True)
-class Seen:
+class KeyActivity:
     """The activity of one key."""
 
     key_id: str
@@ -78,21 +78,21 @@ class Clients:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, KeyActivity] = {}
 
     def note(self, caller: Caller, request: str, code: str) -> None:
-        """Record an answered request; `code`: of the problem body, or empty. `LOOKS` are not counted."""
-        if request in LOOKS:
+        """Record an answered request; `code`: of the problem body, or empty. `STATUS_ROUTES` are not counted."""
+        if request in STATUS_ROUTES:
             return
         now = self.clock()
-        seen = self._seen.setdefault(caller.key_id, Seen(caller.key_id, caller.role, now))
+        seen = self._seen.setdefault(caller.key_id, KeyActivity(caller.key_id, caller.role, now))
         seen.role, seen.last, seen.last_request = caller.role, now, request
         seen.requests += 1
         if code:
             seen.refused += 1
             seen.last_problem = code
 
-    def all(self) -> list[Seen]:
+    def all(self) -> list[KeyActivity]:
         """The activity of all keys, the most recently active first."""
         return sorted(self._seen.values(), key=lambda seen: -seen.last)
 
@@ -113,7 +113,7 @@ class Shared:
         json_bytes = limits.max_json_bytes
         self.json_bodies = self.bodies if json_bytes is None else Bodies(json_bytes)
         rate = limits.requests_per_second
-        self._buckets = None if rate is None else Buckets(rate, limits.burst)
+        self._buckets = None if rate is None else TokenBuckets(rate, limits.burst)
 
     def count(self, key_id: str) -> None:
         """Count a request of a key, in any protocol. Raises `rate_limited`."""

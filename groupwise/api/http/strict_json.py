@@ -46,7 +46,7 @@ def parse(text: bytes) -> Any:
             text.decode("utf-8"),
             parse_float=finite,
             parse_constant=no_constant,
-            object_pairs_hook=once_each,
+            object_pairs_hook=refuse_duplicate_keys,
         )
     except UnicodeDecodeError as error:
         raise NotStrict("the body is not UTF-8", error.start) from None
@@ -78,7 +78,7 @@ def parse_inner(text: str) -> Any:
         raise NotStrict("a whole number has too many digits") from None
 
 
-async def parse_aside(text: bytes) -> Any:
+async def parse_in_thread(text: bytes) -> Any:
     """See `parse`; runs in a thread if the body is large."""
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
@@ -118,7 +118,7 @@ def no_constant(name: str) -> Any:
     raise NotStrict(f"{name} is no number of JSON")
 
 
-def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `object_pairs_hook`: refuses duplicate keys, and more than MOST_KEYS keys."""
     if len(pairs) > MOST_KEYS:
         raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")

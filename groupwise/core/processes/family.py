@@ -74,7 +74,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def how_it_ended(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """Describes a return code in words, for messages."""
     if code is None:
         return "it does not react to being killed"

@@ -32,7 +32,7 @@ class Output:
         """Reset the number of lines that may be logged, for the next call."""
         self._left = _LINES_PER_CALL
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last lines, for a message."""
         self.join()
         return (

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 Job = TypeVar("Job", contravariant=True)
 
 
-class Doer(Protocol[Job]):
+class ThreadWorker(Protocol[Job]):
     """The work of one thread; all three methods run in that thread."""
 
     def begin(self) -> None:
@@ -35,7 +35,7 @@ class Doer(Protocol[Job]):
 class DaemonThreads(Generic[Job]):
     """One thread for each doer, all with one common queue."""
 
-    def __init__(self, doers: Sequence[Doer[Job]], name: str) -> None:
+    def __init__(self, doers: Sequence[ThreadWorker[Job]], name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(doer,), name=f"{name}-{index}", daemon=True)
@@ -64,7 +64,7 @@ class DaemonThreads(Generic[Job]):
             thread.join(timeout)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, doer: Doer[Job]) -> None:
+    def _run(self, doer: ThreadWorker[Job]) -> None:
         doer.begin()
         while (item := self._queue.get()) is not None:
             job, future = item

@@ -130,7 +130,7 @@ class Failed(float):
     reason: str
 
 
-def each_alone(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
+def score_each_row(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
     """Call `score` for each row of the columns. If it raises, only that row fails, not the whole group."""
     values: list[float | None] = []
     for row in zip(*columns, strict=True):

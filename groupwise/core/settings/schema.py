@@ -22,7 +22,7 @@ KeyPath = tuple[str, ...]
 """Path of keys from the root to a value, `("training", "learning_rate")`."""
 
 
-EACH_VALUE_ALONE = {"conflicts": "are looked for during validation"}
+SKIP_CONFLICT_CHECKS = {"conflicts": "are looked for during validation"}
 """A pydantic validation context that skips the check for conflicts, so sections with conflicting keys can be built."""
 
 
@@ -60,7 +60,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _keys_go_together(self, info: ValidationInfo) -> Self:
-        if info.context is not EACH_VALUE_ALONE:
+        if info.context is not SKIP_CONFLICT_CHECKS:
             refuse(conflict.message for conflict in self.conflicts())
         return self
 

@@ -23,7 +23,7 @@ from groupwise.core.errors import ConfigError
 from groupwise.core.settings.credentials import explain_secret, is_secret, names_secret
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.schema import (
-    EACH_VALUE_ALONE,
+    SKIP_CONFLICT_CHECKS,
     Conflict,
     KeyPath,
     Problems,
@@ -135,7 +135,7 @@ class _ProblemSearch:
                 return self.model.model_validate_json(
                     text,
                     extra=None if self.model.model_config.get("extra") else "forbid",
-                    context=EACH_VALUE_ALONE,
+                    context=SKIP_CONFLICT_CHECKS,
                 )
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)

@@ -21,7 +21,7 @@ STYLE = f"font: {FONT}; border-collapse: collapse; margin: .3em 0"
 CELL = "text-align: left; vertical-align: top; padding: .2em .9em .2em 0; white-space: pre-wrap"
 
 
-class Shown(Protocol):
+class Displayable(Protocol):
     """An object that can be shown as HTML and as text."""
 
     def as_html(self) -> str: ...
@@ -129,7 +129,7 @@ def output() -> Output:
     return _shared.get() or Output()
 
 
-def show(shown: Shown) -> None:
+def show(shown: Displayable) -> None:
     """Show it to the reader: below the cell, or on standard output."""
     kernel = kernel_display()
     if kernel is None:

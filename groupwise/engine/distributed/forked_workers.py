@@ -166,7 +166,7 @@ class Ranks(Calls):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutExpired):
                 process.wait(_END_LIMIT)
-        ending, words = how(process.returncode), self._output.last_words()
+        ending, words = how(process.returncode), self._output.last_output()
         return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
 
     def _listen(self) -> None:

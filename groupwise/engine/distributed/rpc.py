@@ -22,7 +22,7 @@ from typing import Any
 
 from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import PLAIN, how_it_ended
+from groupwise.core.processes.family import PLAIN, describe_exit
 from groupwise.engine.distributed.messages import (
     Answered,
     Call,
@@ -192,7 +192,7 @@ def setup_of(factory: str, arguments: Mapping[str, Any]) -> Setup:
 
 def how(code: int | None) -> str:
     """How a process ended, and how to use less memory if that may be the reason."""
-    how = f"{how_it_ended(code)}."
+    how = f"{describe_exit(code)}."
     return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
 
 

@@ -230,7 +230,7 @@ class Started(Calls):
         process = self._started[rank]
         with suppress(TimeoutExpired):
             process.wait(_LAST_WORDS)
-        return process.returncode, self._outputs[rank].last_words()
+        return process.returncode, self._outputs[rank].last_output()
 
     def _end_all(self) -> None:
         """Kill the processes started here, and close the connections to the others."""

@@ -33,7 +33,7 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import MARK, end_family, has_ended, how_it_ended
+from groupwise.core.processes.family import MARK, describe_exit, end_family, has_ended
 from groupwise.core.processes.output import Output
 from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
@@ -366,7 +366,7 @@ class EngineProcess:
         finally:
             self._line.end()
             how = self._reap(process)
-        words = self._output.last_words()
+        words = self._output.last_output()
         if self._stop is not None:
             return self._stop if self._stop == _CLOSED else self._stop + words
         return f"The engine ended: {how}{words}"
@@ -457,7 +457,7 @@ class EngineProcess:
             process.wait(_END_LIMIT)
         if not by_itself and self._stop is None:
             return "it closed its connection."
-        how = f"{how_it_ended(process.returncode)}."
+        how = f"{describe_exit(process.returncode)}."
         return f"{how} {REMEDY}" if process.returncode == -signal.SIGKILL else how
 
 

@@ -57,7 +57,7 @@ class Checkpoints:
                 if path.is_dir():
                     raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
         await self._ledger.do(ledger_operations.keep_checkpoint, earlier, caller)
-        self._current.changed.beat()
+        self._current.changed.notify()
         return earlier
 
     async def _newest(self, row: RunRow) -> Path:

@@ -126,7 +126,7 @@ class AskPost:
             raise Refusal("auto_mode")
         deadline = time.monotonic() + request.timeout
         while True:
-            beat = self._current.changed.next
+            beat = self._current.changed.next_event
             answer = await self._ledger.do(
                 ledger_operations.keep_plan,
                 conductor.now.run,
@@ -160,7 +160,7 @@ class AskPost:
         """Call `look` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
-            beat = self._current.changed.next
+            beat = self._current.changed.next_event
             found = await look()
             if done(found) or self._current.is_over():
                 return found

@@ -241,7 +241,7 @@ class StartStop:
 
     async def _leave(self, conductor: Conductor, why: Leaving) -> None:
         await conductor.leave(why, self._config.step_time_limit)
-        self._current.changed.beat()
+        self._current.changed.notify()
 
 
 def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class PeriodicTasks:
             await asyncio.sleep(TICK_SECONDS)
             with suppress(GroupwiseError):  # a full disk is reported to callers that write
                 if await self._ledger.do(ledger_operations.tick):
-                    self._current.changed.beat()
+                    self._current.changed.notify()
                     if self._current.conductor is not None:
                         self._current.conductor.nudge()
                         await self._current.conductor.recount()

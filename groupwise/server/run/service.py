@@ -108,7 +108,7 @@ class Service:
     async def shut_down(self, seconds: float) -> None:
         """Accept nothing new, finish the step in progress within `seconds`, and end the engine. The run resumes at the next start."""
         self._current.shutting_down = True
-        self._current.changed.beat()
+        self._current.changed.notify()
         if self._current.conductor is not None:
             await self._current.conductor.leave("shut down", seconds)
         await self._periodic.stop()

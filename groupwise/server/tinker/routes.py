@@ -239,7 +239,7 @@ class _Handlers:
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
             body = await self._body(request)
-            given = await strict_json.parse_aside(body)
+            given = await strict_json.parse_in_thread(body)
             if len(body) > LARGE:
                 return await asyncio.to_thread(kind.model_validate, given)
             return kind.model_validate(given)

@@ -132,7 +132,7 @@ class VerbService:
         continues with the next number, which would otherwise wait forever.
         """
         try:
-            given: Any = await strict_json.parse_aside(body)
+            given: Any = await strict_json.parse_in_thread(body)
             model, sequence = given["model_id"], given["seq_id"]
         except (ValueError, TypeError, KeyError):
             return

@@ -428,7 +428,8 @@ def _of_hub(
         found = library.load_dataset(source, config, split=split, revision=revision)
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
         raise TaskError(
-            _not_had(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
+            _not_had(source, config, split, revision, error),
+            temporary=hub_errors.is_temporary(error),
         ) from error
     finally:
         if was_enabled:

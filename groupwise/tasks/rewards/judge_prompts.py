@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
 
-from groupwise.api.http.strict_json import once_each
+from groupwise.api.http.strict_json import refuse_duplicate_keys
 from groupwise.core.types import Message, Prompt
 
 Mode = Literal["alone", "pairs", "group"]
@@ -227,7 +227,10 @@ def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, without nested ones."""
     found: list[dict[str, Any]] = []
     begins = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
-    decoder, place = json.JSONDecoder(object_pairs_hook=once_each), begins[0] if begins else -1
+    decoder, place = (
+        json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys),
+        begins[0] if begins else -1,
+    )
     while place != -1:
         try:
             value, end = decoder.raw_decode(text, place)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import (
     THINK,
     Tag,
@@ -97,7 +97,7 @@ class MathAnswer:
         texts = completion_texts(completions, columns, *own)
         answers = [answer_of(text, self.answer_tag, *own, untagged=self.untagged) for text in texts]
         record_answers(log_extra, (each and voting_key(each) for each in answers))
-        return each_alone(self._value, texts, answers, golds)
+        return score_each_row(self._value, texts, answers, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
@@ -160,7 +160,7 @@ class PureAccuracyMath:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(voting_key, tagged))
-        return each_alone(self._right, texts, golds)
+        return score_each_row(self._right, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""

@@ -33,8 +33,8 @@ from uuid import uuid4
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.core.processes.family import how_it_ended
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.program import ProcessGroup
 from groupwise.core.settings.view import View
 from groupwise.engine.models.artefact import keep_artefact, weight_files
 from groupwise.engine.models.card import model_card
@@ -66,7 +66,7 @@ class _Started:
     """A running evaluation process."""
 
     step: int
-    family: Family
+    family: ProcessGroup
     """The process with all its descendants."""
     output: Path
     began: float
@@ -270,14 +270,14 @@ class BenchmarkOnCheckpoint(Callback):
             *self._verbatim,
         ]
         log, here = place / LOG, Path.cwd()
-        family = Family(words, folder=here, log=log, environment={}, niceness=NICENESS)
+        family = ProcessGroup(words, folder=here, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
         self._started.append(_Started(step, family, output, time.monotonic()))
 
     def _finish(self, run: RunHandle, ended: _Started) -> None:
         code = ended.family.end()
         if code != 0 and not (self._program is not None and ended.output.exists()):
-            self._report_failure(run, ended.step, how_it_ended(code))
+            self._report_failure(run, ended.step, describe_exit(code))
             return
         try:
             content = _read_result(ended.output)

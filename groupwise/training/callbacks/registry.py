@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from groupwise.core.construct import instance, refusing, taken_by
+from groupwise.core.construct import accepted_parameters, instance, run_constructor
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.settings.view import View
@@ -99,7 +99,7 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     found = _load_callback(name)
     _check_kind(_kind(found), name)
     if inspect.isclass(found):
-        if any(parameter.name == "name" for parameter in taken_by(found)):
+        if any(parameter.name == "name" for parameter in accepted_parameters(found)):
             raise TaskError(
                 f"{name} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
                 "another name, or return an instance from the task's get_rl_callbacks."
@@ -172,7 +172,7 @@ def _check_callback(made: object, config: View, what: str) -> Callback:
     if not isinstance(made, Callback):
         return TrainerCallbackAdapter(made)
     _check_methods(made, what)
-    refusing(lambda: made.check(config), what)
+    run_constructor(lambda: made.check(config), what)
     return made
 
 

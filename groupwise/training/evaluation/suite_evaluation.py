@@ -25,8 +25,8 @@ from groupwise.api.openai_client.client import Client, Endpoint, checked_url
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import run_to_end, sigterm_interrupts
-from groupwise.core.processes.family import how_it_ended
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.program import ProcessGroup
 from groupwise.runs.folder import RESULTS, add_result, result_file
 from groupwise.training.evaluation.policies import FoundPolicy, find_policy
 from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
@@ -203,7 +203,7 @@ def _ask_all(
     program: Sequence[str],
     policy: FoundPolicy,
     found: SuitesFound,
-    server: Family | None,
+    server: ProcessGroup | None,
     on_progress: Callable[[str], None],
 ) -> None:
     place = _place(request, policy)
@@ -212,7 +212,7 @@ def _ask_all(
         try:
             if server is not None and server.has_ended:
                 raise RunError(
-                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
+                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_output()}"
                 )
             folder = _new_folder(place, _name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
@@ -241,14 +241,14 @@ def _ask(
     lighteval.prepare(asking, folder)
     words = lighteval.command(program, suite, asking, folder)
     environment, began = lighteval.environment(key, folder), time.monotonic()
-    with Family(words, folder=folder, log=log, environment=environment, secret=key) as family:
+    with ProcessGroup(words, folder=folder, log=log, environment=environment, secret=key) as family:
         code = family.wait(time_limit)
     lighteval.tidy(folder)
     if code is None:
         raise RunError(f"it took longer than {time_limit:g} seconds. Its log is {log}")
     if code != 0:
         raise RunError(
-            f"lighteval failed ({how_it_ended(code)}). Its log is {log}, and ends:\n{family.last_words()}"
+            f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{family.last_output()}"
         )
     try:
         marks = lighteval.read_marks(suite, folder, log)

@@ -16,7 +16,7 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoints import Checkpoint, Skipped
+from groupwise.runs.checkpoints import Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
 from groupwise.runs.record_segments import PIECE, RebuiltRecord
@@ -52,7 +52,7 @@ class ResumePoint:
     """None if the run has no checkpoint: it starts over at step 0."""
     facts: dict[str, Any]
     """Facts that the run recorded about itself when it was started."""
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
     """Damaged checkpoints that cannot be used."""
     there: tuple[int, ...]
     """The steps of all checkpoints that look complete."""

@@ -21,7 +21,7 @@ from typing import Any
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import run_to_end
-from groupwise.core.processes.program import Family, free_port
+from groupwise.core.processes.program import ProcessGroup, free_port
 from groupwise.engine.models.artefact import TOKENIZER, is_adapter
 from groupwise.engine.models.config import ModelConfig, recorded_base
 from groupwise.runs.folder import CONFIG, RECORD, read_config
@@ -90,7 +90,7 @@ def serving(
     model: str | None,
     api_key_env: str,
     time_limit: float,
-) -> Generator[tuple[Family, str, str]]:
+) -> Generator[tuple[ProcessGroup, str, str]]:
     """The server's processes, its URL, and the model's name in requests. `folder` gets the log and, temporarily, a merged model.
 
     Raises RunError if the server ends, or does not answer within `time_limit` seconds.
@@ -98,7 +98,9 @@ def serving(
     port = free_port()
     try:
         filled = [_fill_placeholders(word, weights, folder, port) for word in words]
-        with Family(filled, folder=Path.cwd(), log=folder / "server.txt", environment={}) as family:
+        with ProcessGroup(
+            filled, folder=Path.cwd(), log=folder / "server.txt", environment={}
+        ) as family:
             url = f"http://127.0.0.1:{port}/v1"
             names = _await_models(family, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
             yield family, url, _choose_model(names, model)
@@ -154,14 +156,14 @@ def _gpus(weights: Weights) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
+def _await_models(family: ProcessGroup, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
     """Wait until the server reports its models. While it loads, it refuses connections or answers with an error."""
     deadline = time.monotonic() + seconds
     while True:
         if family.has_ended:
             code = family.end()
             raise RunError(
-                f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_words()}"
+                f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_output()}"
             )
         try:
             return run_to_end(_models(endpoint))
@@ -171,7 +173,7 @@ def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[s
             if time.monotonic() > deadline:
                 raise RunError(
                     f"The server did not answer within {seconds:g} seconds ({error}). Its log is {family.log}, and ends:\n"
-                    f"{family.last_words()}"
+                    f"{family.last_output()}"
                 ) from error
         time.sleep(LOOK)
 

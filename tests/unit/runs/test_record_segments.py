@@ -22,7 +22,7 @@ from groupwise.core.errors import RunInUseError, StoreError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 from groupwise.runs import checkpoints, record_segments
 from groupwise.runs.folder import RunFolder
-from groupwise.runs.record_segments import trouble_with, write_piece
+from groupwise.runs.record_segments import find_damage, write_piece
 from groupwise.runs.records import (
     EvaluationRecord,
     ResumeRecord,
@@ -331,7 +331,7 @@ def test_damage_is_noticed_and_mended(run, how):
     assert made.trouble.startswith(("was damaged", "was empty"))
     assert rows(run.path / "run.db") == before
     assert recover(run.path) is None
-    assert trouble_with(run.path / "run.db", thorough=True) is None
+    assert find_damage(run.path / "run.db", thorough=True) is None
 
 
 def test_what_cannot_be_mended_is_told(run):
