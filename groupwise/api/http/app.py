@@ -1,8 +1,8 @@
 """The HTTP side of a server: its routes, the middleware in front of them, and the OpenAPI document generated from both.
 
-Routes raise a `Refusal`; FastAPI raises its own errors for unknown addresses and invalid requests, which become
-refusals here. All are rendered in one place (`middleware.RequestMiddleware`). For each route the document names the role that may call it, and
-every problem that it can answer with.
+Routes raise a `Refusal`; FastAPI raises its own errors for unknown addresses and invalid requests, which become refusals here. All are
+rendered in one place (`middleware.RequestMiddleware`). For each route the document names the role that may call it, and every problem
+that it can answer with.
 """
 
 from __future__ import annotations
