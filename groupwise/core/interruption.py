@@ -45,23 +45,23 @@ class Interruption:
 
     def __init__(self, on_first_signal: Callable[[], None] | None = None) -> None:
         """`on_first_signal`: called once in the loop after it was asked to end, e.g. to report that."""
-        self._told = on_first_signal
+        self._on_first_signal = on_first_signal
         self._received: int | None = None
         self._received_at = -math.inf
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle_signal)
+                self._previous_handlers[number] = signal.signal(number, self._handle_signal)
         self.open_ones.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open_ones.remove(self)
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     @property
@@ -76,7 +76,7 @@ class Interruption:
         self._loop.call_soon_threadsafe(self._wake_waiter)
 
     def _wake_waiter(self) -> None:
-        on_first_signal, self._told = self._told, None
+        on_first_signal, self._on_first_signal = self._on_first_signal, None
         self._event.set()
         if on_first_signal is not None:
             on_first_signal()

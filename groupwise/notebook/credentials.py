@@ -27,8 +27,8 @@ class _Put:
     """A value that this module put into an environment variable."""
 
     value: str
-    place: str
-    before: str | None
+    source: str
+    previous: str | None
     """The variable's previous value; None if it was not set."""
 
 
@@ -69,7 +69,7 @@ def provide(config: TrainingConfig) -> dict[str, str]:
         else:
             if os.environ.get(name):
                 credential_sources[field] = (
-                    f"an earlier {'config' if _put[name].place == CONFIG else 'session'}"
+                    f"an earlier {'config' if _put[name].source == CONFIG else 'session'}"
                 )
     return credential_sources
 
@@ -77,4 +77,4 @@ def provide(config: TrainingConfig) -> dict[str, str]:
 def _from_outside(name: str) -> str | None:
     """The variable's value, or the one it had before a value was put there."""
     value, placed = os.environ.get(name), _put.get(name)
-    return placed.before if placed is not None and placed.value == value else value
+    return placed.previous if placed is not None and placed.value == value else value

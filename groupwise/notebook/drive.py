@@ -136,7 +136,7 @@ class Mirror(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._place = folder
+        self._folder = folder
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
@@ -144,39 +144,39 @@ class Mirror(Callback):
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """See `Callback`."""
-        if end.state == "finished" and self.place_of(run.folder):
-            _copy_folder(run.folder / FINAL, self._place / FINAL)
-            _copy_file(run.folder / COLLECTED_FILE, self._place / COLLECTED_FILE)
+        if end.state == "finished" and self.folder_of(run.folder):
+            _copy_folder(run.folder / FINAL, self._folder / FINAL)
+            _copy_file(run.folder / COLLECTED_FILE, self._folder / COLLECTED_FILE)
 
     def keep_finished(self, run: Path) -> None:
         """Copy the missing files of a run that was already finished to Drive."""
         newest = checkpoints.newest(run / CHECKPOINTS)
         if newest is not None:
             self._copy_checkpoint(run, newest.path)
-        if self.place_of(run) and not (self._place / FINAL).exists():
-            _copy_folder(run / FINAL, self._place / FINAL)
+        if self.folder_of(run) and not (self._folder / FINAL).exists():
+            _copy_folder(run / FINAL, self._folder / FINAL)
 
     def _copy_checkpoint(self, run: Path, checkpoint: Path) -> None:
-        if self.place_of(run) is None:
+        if self.folder_of(run) is None:
             return
-        copy = self._place / CHECKPOINTS / checkpoint.name
+        copy = self._folder / CHECKPOINTS / checkpoint.name
         if not copy.exists():
             _copy_folder(checkpoint, copy)
-        _copy_file(run / COLLECTED_FILE, self._place / COLLECTED_FILE)
-        checkpoints.prune(self._place / CHECKPOINTS, KEPT)
+        _copy_file(run / COLLECTED_FILE, self._folder / COLLECTED_FILE)
+        checkpoints.prune(self._folder / CHECKPOINTS, KEPT)
 
-    def place_of(self, run: Path) -> Path | None:
+    def folder_of(self, run: Path) -> Path | None:
         """The folder, if it belongs to this run; an empty one is claimed for it. None, with a warning, if it belongs to another run."""
-        created_at, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
-        if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
-            self._place.mkdir(parents=True, exist_ok=True)
+        created_at, mark = str(Store.facts(run / RECORD).get("created_at")), self._folder / MARK
+        if not mark.is_file() and not (self._folder / CHECKPOINTS).exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
             atomic_files.write_file(mark, created_at.encode())
         if mark.is_file() and mark.read_text() == created_at:
-            return self._place
+            return self._folder
         logger.warning(
             "%s holds another run of this name, so that nothing of %s is copied there. Move that folder away, or choose "
             "another experiment_name.",
-            self._place,
+            self._folder,
             run,
         )
         return None

@@ -54,7 +54,7 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
         ("adapter", str(adapter)),
     ]
     mirror = drive.mirror_of(config, run.name)
-    mirror_folder = None if mirror is None else mirror.place_of(run)
+    mirror_folder = None if mirror is None else mirror.folder_of(run)
     if mirror_folder is not None:
         target = mirror_folder / f"{run.name}.zip"
         with atomic_files.explaining_disk_errors(target):

@@ -91,43 +91,43 @@ class FunctionDescription:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.found: dict[str, str] = {}
+        self.fingerprints: dict[str, str] = {}
         """Fingerprints by name; the function itself has the empty name."""
         self.unseen: dict[str, str] = {}
         """Type names of objects that are known only by type, under the objects' names."""
-        self._taken: set[str] = set()
-        self._around: set[str] = set()
+        self._names_taken: set[str] = set()
+        self._global_names: set[str] = set()
         self._classes: dict[str, type] = {}
         """Classes by the names under which they are described."""
-        self._met: dict[int, type] = {}
-        self._next: deque[tuple[str, Any, int]] = deque()
+        self._classes_met: dict[int, type] = {}
+        self._queue: deque[tuple[str, Any, int]] = deque()
         self._enqueue("", function)
-        while self._next:
-            self._describe_entry(*self._next.popleft())
+        while self._queue:
+            self._describe_entry(*self._queue.popleft())
 
     def _enqueue(self, name: str, value: Any, depth: int = 0) -> str:
         """Queues a value for description under this name, with a number appended if the name is taken."""
         unique_name, number = name, 1
-        while unique_name in self._taken:
+        while unique_name in self._names_taken:
             number += 1
             unique_name = f"{name} ({number})"
-        self._taken.add(unique_name)
-        self._next.append((unique_name, value, depth))
+        self._names_taken.add(unique_name)
+        self._queue.append((unique_name, value, depth))
         return unique_name
 
     def _enqueue_global(self, name: str, value: Any) -> None:
         """Queues a module's name once, even if it is met several times."""
         if isinstance(value, type) and name == place_of(value):
             self._class_name(value)
-        elif name not in self._around:
-            self._around.add(name)
+        elif name not in self._global_names:
+            self._global_names.add(name)
             self._enqueue(name, value)
 
     def _describe_entry(self, name: str, value: Any, depth: int) -> None:
         try:
-            self.found[name] = _short_hash(self._describe_value(name, value, depth))
+            self.fingerprints[name] = _short_hash(self._describe_value(name, value, depth))
         except Exception:  # noqa: BLE001  an unusual or deeply nested object must not prevent a training
-            self.found[name] = ""
+            self.fingerprints[name] = ""
             self.unseen[name] = place_of(cast("type[object]", type(value)))
 
     def _describe_value(self, name: str, value: Any, depth: int) -> Any:
@@ -140,7 +140,7 @@ class FunctionDescription:
         ):
             return self._describe_content(name, value, {})
         parts = parts_of(value)
-        if parts is None or depth >= DEEPEST or len(self._taken) > MOST_NAMES:
+        if parts is None or depth >= DEEPEST or len(self._names_taken) > MOST_NAMES:
             return repr(value) if _is_plain_data(value) else self._describe_content(name, value, {})
         for part, part_value in sorted(parts.items()):
             self._enqueue(f"{name}.{part}" if name else part, part_value, depth + 1)
@@ -162,8 +162,8 @@ class FunctionDescription:
     def _class_name(self, value: type) -> str:
         """The class's name. A class of the user is also queued for description under it."""
         qualified_name = place_of(value)
-        if is_users_class(value) and id(value) not in self._met:
-            self._met[id(value)] = value
+        if is_users_class(value) and id(value) not in self._classes_met:
+            self._classes_met[id(value)] = value
             namesakes = [
                 known_class
                 for known_class in self._classes.values()

@@ -56,11 +56,11 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
         (name, weight, FunctionDescription(stood_for(function))) for name, weight, function in parts
     ]
     return {
-        REWARDS: {name: digest([weight, look.found[""]]) for name, weight, look in looks},
+        REWARDS: {name: digest([weight, look.fingerprints[""]]) for name, weight, look in looks},
         USED: {
             f"{path} of the reward {name}": fingerprint
             for name, _, look in looks
-            for path, fingerprint in look.found.items()
+            for path, fingerprint in look.fingerprints.items()
             if path
         },
         UNSEEN: {

@@ -426,14 +426,14 @@ class _LogFile:
     def __init__(self, path: Path) -> None:
         self._handler = _Handler(path, encoding="utf-8", errors="backslashreplace")
         self._handler.setFormatter(_Formatter())
-        self._level_before = _LOGGER.level
+        self._previous_level = _LOGGER.level
         _LOGGER.addHandler(self._handler)
         if _LOGGER.getEffectiveLevel() > logging.INFO:
             _LOGGER.setLevel(logging.INFO)
 
     def close(self) -> None:
         _LOGGER.removeHandler(self._handler)
-        _LOGGER.setLevel(self._level_before)
+        _LOGGER.setLevel(self._previous_level)
         with suppress(OSError):  # a log line lost to a full disk is acceptable
             self._handler.close()
 

@@ -179,24 +179,24 @@ class _DrawQueue:
 
     def __init__(self, first: int, total: int) -> None:
         self._next = first
-        self._wanted = total
-        self._under_way = self._posted = self._lost = 0
+        self._target_groups = total
+        self._in_progress = self._posted = self._lost = 0
         self._changed = asyncio.Condition()
 
     async def take(self) -> int:
         """The next draw; waits while enough groups are in progress or posted."""
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._under_way + self._posted - self._lost < self._wanted
+                lambda: self._in_progress + self._posted - self._lost < self._target_groups
             )
-            self._under_way += 1
+            self._in_progress += 1
             self._next += 1
             return self._next - 1
 
     async def give_back(self, *, posted: bool) -> None:
         """Mark a draw as no longer in progress; `posted` if its rewards were accepted."""
         async with self._changed:
-            self._under_way -= 1
+            self._in_progress -= 1
             self._posted += posted
             self._changed.notify_all()
 
@@ -231,7 +231,7 @@ class _Scoring:
         self._groups_per_step = groups_per_step
         self._max_steps = max_steps
         self._steps_per_epoch = examples / groups_per_step
-        self._in_a_row = 0
+        self._consecutive_failures = 0
 
     async def rewards(
         self, example: Example, group: GroupAnswer, warn: Callable[[str], None]
@@ -253,13 +253,13 @@ class _Scoring:
         for reason in dict.fromkeys(reasons):
             warn(f"{group.group_id}: {reason}; what it concerns does not teach")
         if len(reasons) < len(answer.failures):
-            self._in_a_row = 0
+            self._consecutive_failures = 0
             return answer.values
         self.failed += 1
-        self._in_a_row += 1
-        if self._in_a_row >= MOST_FAILURES:
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= MOST_FAILURES:
             raise TaskError(
-                f"The reward function failed for {self._in_a_row} groups in a row; mend it. The last time: {reasons[0]}"
+                f"The reward function failed for {self._consecutive_failures} groups in a row; mend it. The last time: {reasons[0]}"
             )
         return answer.values
 
@@ -286,7 +286,7 @@ class _Loop:
         self._scoring = scoring
         self._draws = draws
         self._sampling = sampling
-        self._begun = status
+        self._initial_status = status
         self._target = target
         self._view = view
         self._open: set[str] = set()
@@ -353,10 +353,10 @@ class _Loop:
 
     async def _watch_events(self) -> None:
         """Follow the server's events up to the last step, or to the run's end."""
-        events = self._client.events(self._begun.last_event_id)
+        events = self._client.events(self._initial_status.last_event_id)
         async with aclosing(cast("Any", events)):
             async for event in events:
-                if event.run_id not in (None, self._begun.run_id):
+                if event.run_id not in (None, self._initial_status.run_id):
                     continue
                 if event.kind == EventKind.STEP:
                     self._record_step(event)
@@ -369,14 +369,17 @@ class _Loop:
                 elif event.message and event.kind != EventKind.CHECKPOINT:
                     self._warn(event.message)
                 if event.kind in CHANGES_COUNTS:
-                    counters, initial = (await self._client.status()).counters, self._begun.counters
+                    counters, initial = (
+                        (await self._client.status()).counters,
+                        self._initial_status.counters,
+                    )
                     lost_groups = (
                         counters.stale + counters.quarantined - initial.stale - initial.quarantined
                     )
                     await self._draws.lost(lost_groups)
 
     def _record_step(self, event: EventData) -> None:
-        if event.step is None or event.step < (self._begun.step or 0):
+        if event.step is None or event.step < (self._initial_status.step or 0):
             return
         metrics = event.metrics or {}
         self.metrics[event.step] = metrics

@@ -35,9 +35,9 @@ class Bodies:
 
     def __init__(self, most: int) -> None:
         """`most`: maximum number of bytes of a body."""
-        self._most = most
+        self._max_bytes = most
         self._limits: set[asyncio.Timeout] = set()
-        self._given_up = False
+        self._is_shutting_down = False
 
     @property
     def coming(self) -> int:
@@ -46,10 +46,10 @@ class Bodies:
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         """The whole body. Refuses with `too_large`, `timed_out` or `shutting_down`; ClientGone if the client disconnects."""
-        if self._given_up:
+        if self._is_shutting_down:
             raise _shutting_down()
         length = headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > self._most:
+        if length.isdecimal() and len(length) < 20 and int(length) > self._max_bytes:
             raise self._too_large()
         try:
             async with asyncio.timeout(BODY_SECONDS) as limit:
@@ -59,7 +59,7 @@ class Bodies:
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
-            if self._given_up:
+            if self._is_shutting_down:
                 raise _shutting_down() from None
             raise Refusal(
                 "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
@@ -74,14 +74,14 @@ class Bodies:
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > self._most:
+            if size > self._max_bytes:
                 raise self._too_large()
             more_body = message.get("more_body", False)
         return b"".join(parts)
 
     def give_up(self) -> None:
         """On shutdown: stop waiting for incomplete bodies."""
-        self._given_up = True
+        self._is_shutting_down = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
             limit.reschedule(now)
@@ -89,7 +89,7 @@ class Bodies:
     def _too_large(self) -> Refusal:
         return Refusal(
             "too_large",
-            f"The body has more than {self._most} bytes, which is max_body_bytes of the server. Send less at once.",
+            f"The body has more than {self._max_bytes} bytes, which is max_body_bytes of the server. Send less at once.",
         )
 
 

@@ -65,7 +65,7 @@ class RequestMiddleware:
         self._app = app
         self._shared = shared
         self._table = table
-        self._others = others
+        self._unmatched_name = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request, count and log it."""
@@ -109,7 +109,7 @@ class RequestMiddleware:
 
     def _report(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         metrics = self._shared.metrics
-        metrics.observe(facts.route.name if facts.route else self._others, status, seconds)
+        metrics.observe(facts.route.name if facts.route else self._unmatched_name, status, seconds)
         if facts.code:
             metrics.refusals[facts.code] += 1
         if facts.route is not None and facts.code and facts.code not in facts.route.all_codes:
@@ -117,7 +117,7 @@ class RequestMiddleware:
                 "%s answered %s, which its description lacks", facts.route.name, facts.code
             )
         if facts.caller is not None:
-            name = facts.route.name if facts.route else self._others
+            name = facts.route.name if facts.route else self._unmatched_name
             self._shared.clients.note(facts.caller, name, facts.code)
         log_request(
             request_id=facts.request_id,
@@ -175,7 +175,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
         self._app = app
         self._shared = shared
-        self._who = who
+        self._caller_of = who
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

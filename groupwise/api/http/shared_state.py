@@ -41,21 +41,21 @@ class TokenBuckets:
         self._per_second = per_second
         self._burst = burst
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._tokens: dict[str, tuple[float, float]] = {}
         """Key id -> requests left, and the time of that count; ordered by last use. Keys whose bucket is full again are removed."""
 
     def take(self, key_id: str) -> float:
         """Take one request from the bucket; returns 0, or the seconds until one is available."""
         now = self._clock()
         full_since = now - self._burst / self._per_second
-        while (oldest_key := next(iter(self._left), None)) and self._left[oldest_key][
+        while (oldest_key := next(iter(self._tokens), None)) and self._tokens[oldest_key][
             1
         ] <= full_since:
-            del self._left[oldest_key]
-        tokens, updated_at = self._left.pop(key_id, (float(self._burst), now))
+            del self._tokens[oldest_key]
+        tokens, updated_at = self._tokens.pop(key_id, (float(self._burst), now))
         tokens = min(tokens + (now - updated_at) * self._per_second, float(self._burst))
         has_token = tokens >= 1
-        self._left[key_id] = (tokens - 1 if has_token else tokens, now)
+        self._tokens[key_id] = (tokens - 1 if has_token else tokens, now)
         return 0.0 if has_token else (1 - tokens) / self._per_second
 
 

@@ -191,28 +191,28 @@ class _FieldLocation:
     def __init__(self, model: Any, location: Location, kind: str) -> None:
         self.keys: list[str] = []
         """The path without union labels, which are no keys."""
-        self._above: list[Any] = []
-        self._here: list[Any] = [] if model is None else [model]
+        self._parents: list[Any] = []
+        self._current: list[Any] = [] if model is None else [model]
         for number, component in enumerate(location, 1):
             children = [
-                step for annotation in self._here for step in _children(annotation, component)
+                step for annotation in self._current for step in _children(annotation, component)
             ]
             must_be_key = number == len(location) and kind in ("extra_forbidden", "missing")
             if not children and isinstance(component, str) and not must_be_key and self._in_union():
                 continue  # pydantic's own label for a member of a union: `str`, `list[int]`
             if not _is_union_tag(component):
                 self.keys.append(str(component))
-            self._above, self._here = self._here, children
+            self._parents, self._current = self._current, children
 
     def _in_union(self) -> bool:
         return any(
             len([kind for _, kind in _union_members(annotation) if kind is not NoneType]) > 1
-            for annotation in self._here
+            for annotation in self._current
         )
 
     def owners(self) -> list[type[BaseModel]]:
         """The models that could have had the last part of the location as a field."""
-        return [model for parent in self._above for model in _model_types(parent)]
+        return [model for parent in self._parents for model in _model_types(parent)]
 
     def expected(self) -> str | None:
         """The values that the field accepts, in words."""
@@ -222,7 +222,7 @@ class _FieldLocation:
                 if isinstance(annotation, FieldInfo)
                 else FieldInfo.from_annotation(annotation)
             )
-            for annotation in self._here
+            for annotation in self._current
         }
         return descriptions.pop() if len(descriptions) == 1 else None
 

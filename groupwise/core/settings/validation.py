@@ -59,15 +59,19 @@ def validate(
     unread = [path[len(at) :] for path in tree.unread if path[: len(at)] == at]
     search = _ProblemSearch(model, {} if section is None else section, unread)
     result = search.run()
-    problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
-    if search.more:
-        problems.append(f"{tree.source}: {search.more:,} more keys or values are wrong.")
+    problems += [line for detail in search.reported for line in _explain(model, detail, tree, at)]
+    if search.unreported_count:
+        problems.append(
+            f"{tree.source}: {search.unreported_count:,} more keys or values are wrong."
+        )
     for section_path, conflict in _conflicts(result) if result is not None else ():
         if not search.doubts((*section_path, *key.split(".")) for key in conflict.keys):
             problems.append(f"{_section_origin(tree, at + section_path)}: {conflict.message}")
     if problems or result is None:
         unknown_keys = [
-            str(detail["loc"][-1]) for detail in search.told if detail["type"] == "extra_forbidden"
+            str(detail["loc"][-1])
+            for detail in search.reported
+            if detail["type"] == "extra_forbidden"
         ]
         foreign_keys = [key for key in unknown_keys if foreign_advice(model, key)]
         if len(foreign_keys) >= MANY_FOREIGN and Path(tree.source).is_file():
@@ -113,22 +117,22 @@ class _ProblemSearch:
 
     def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
         self.model = model
-        self.told: list[ErrorDetails] = []
+        self.reported: list[ErrorDetails] = []
         # A copy, from which `_replace` removes wrong values.
-        self._left = json.loads(json.dumps(section))
+        self._remaining = json.loads(json.dumps(section))
         self._replaced: set[KeyPath] = set()
-        self._meant: set[KeyPath] = set()
+        self._suggested: set[KeyPath] = set()
         """Keys that the user may have meant by an unknown key, whose value is therefore uncertain."""
-        self.more = 0
+        self.unreported_count = 0
         """Number of problems that were not examined: the advice for one takes some milliseconds."""
         for path in unread:
             self._replaced.add(path)
-            _remove_value(self._left, path)
+            _remove_value(self._remaining, path)
 
     def run(self) -> Any:
         """The model of the valid keys; None if no replacement made the rest valid."""
         seen: set[str] = set()
-        while (text := json.dumps(self._left)) not in seen:
+        while (text := json.dumps(self._remaining)) not in seen:
             seen.add(text)
             try:
                 # Unknown keys are rejected even by a model whose config does not say so.
@@ -139,15 +143,15 @@ class _ProblemSearch:
                 )
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)
-                self.more = len(details[MOST_PROBLEMS:])
+                self.unreported_count = len(details[MOST_PROBLEMS:])
                 self._record_problems(details[:MOST_PROBLEMS])
-                if self.more:
+                if self.unreported_count:
                     break
         return None
 
     def doubts(self, keys: Iterable[KeyPath]) -> bool:
         """True if the config's value for one of these keys or sections is unknown."""
-        unknown_paths = self._replaced | self._meant
+        unknown_paths = self._replaced | self._suggested
         return any(
             _is_within(key, path) or _is_within(path, key) for key in keys for path in unknown_paths
         )
@@ -160,12 +164,12 @@ class _ProblemSearch:
             if not keys:
                 location = locate(self.model, detail["loc"])
                 if not any(_is_within(location.path, path) for path in replaced_before):
-                    self.told.append(detail)
+                    self.reported.append(detail)
                 self._replace(location, detail["type"])
         for detail, keys in zip(details, deciding_keys, strict=True):
             if keys:
                 if not self.doubts(keys):
-                    self.told.append(detail)
+                    self.reported.append(detail)
                 self._replace(locate(self.model, detail["loc"]), detail["type"])
 
     def _deciding_keys(self, detail: ErrorDetails) -> list[KeyPath]:
@@ -173,7 +177,11 @@ class _ProblemSearch:
         location = locate(self.model, detail["loc"])
         if detail["type"] in ("value_error", "assertion_error"):
             # The schema's own validator raised; it does not say which keys it reads.
-            return [location.path] if isinstance(_value_at(self._left, location.path), dict) else []
+            return (
+                [location.path]
+                if isinstance(_value_at(self._remaining, location.path), dict)
+                else []
+            )
         of_another_type = detail["type"] == "extra_forbidden" and any(
             location.path[-1] in keys_of(variant) for variant in location.variants.values()
         )
@@ -183,10 +191,10 @@ class _ProblemSearch:
 
     def _replace(self, location: SchemaLocation, kind: str) -> None:
         path = location.path
-        value, parent = _value_at(self._left, path), _value_at(self._left, path[:-1])
+        value, parent = _value_at(self._remaining, path), _value_at(self._remaining, path[:-1])
         inner = sections_in(location.key.annotation) if location.key else {}
         if kind == "extra_forbidden":
-            self._meant.update(_explain_unknown(self.model, location).meant)
+            self._suggested.update(_explain_unknown(self.model, location).suggestions)
         if kind.startswith("union_tag") and isinstance(value, dict):
             section = cast("dict[str, Any]", value)
             # Choose the type that has most of the given keys.
@@ -197,7 +205,7 @@ class _ProblemSearch:
         elif kind == "missing" and isinstance(parent, dict):
             parent[path[-1]] = {} if inner else _SOME_TEXT
         else:
-            _remove_value(self._left, path)
+            _remove_value(self._remaining, path)
         self._replaced.add(path)
 
 
@@ -317,7 +325,7 @@ class _KeyAdvice:
     """The message about a key that does not exist."""
 
     text: str
-    meant: tuple[KeyPath, ...] = ()
+    suggestions: tuple[KeyPath, ...] = ()
     """The keys or sections that the user may have meant, as paths from the root of the schema."""
 
 

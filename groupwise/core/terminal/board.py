@@ -35,7 +35,7 @@ class Board:
         self.done = start
         self._start = start
         self._clock = clock
-        self._began = self._last = clock()
+        self._started_at = self._last_step_at = clock()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._rewards: list[float] = []
         self._losses: list[float] = []
@@ -43,15 +43,15 @@ class Board:
         self._phase: tuple[str, int | None, int | None] = ("", None, None)
 
     def start(self) -> None:
-        self._began = self._last = self._clock()
+        self._started_at = self._last_step_at = self._clock()
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
         self._phase = (name, done, total)
 
     def step(self, step: int, metrics: Metrics) -> None:
         now = self._clock()
-        self._seconds.append(metrics.get("time/step", now - self._last))
-        self._last = now
+        self._seconds.append(metrics.get("time/step", now - self._last_step_at))
+        self._last_step_at = now
         self.done = step + 1
         self._metrics = dict(metrics)
         if "reward" in metrics:
@@ -92,7 +92,7 @@ class Board:
 
     def times(self) -> str:
         """The elapsed and the estimated remaining time."""
-        elapsed = f"{_duration(self._clock() - self._began)} gone"
+        elapsed = f"{_duration(self._clock() - self._started_at)} gone"
         remaining = self._remaining_text()
         return f"{elapsed}, {remaining} to go" if remaining else elapsed
 

@@ -264,7 +264,7 @@ def rubric_of(names: dict[str, Any]) -> Any:
 
 
 def look_at(reward: Any) -> dict[str, str]:
-    return FunctionDescription(reward).found
+    return FunctionDescription(reward).fingerprints
 
 
 def made(source: str, calls: int = 0) -> dict[str, str]:

@@ -56,7 +56,7 @@ def test_buckets_that_are_full_again_take_no_memory() -> None:
     for address in range(1000):
         buckets.take(f"{address}")
         now += 0.1
-    assert len(buckets._left) <= 16  # those of the last 1.5 s
+    assert len(buckets._tokens) <= 16  # those of the last 1.5 s
     assert [buckets.take("999") for _ in range(3)] == pytest.approx([0, 0, 0.4])
 
 
