@@ -22,14 +22,14 @@ class EnvironmentOptions:
         str | None,
         typer.Option(
             "--base-python",
-            metavar="P",
-            help="Interpreter there that the environment is made with; default: the version used here.",
+            metavar="PYTHON",
+            help="Remote Python interpreter to create the environment with; default: the version used here.",
         ),
     ] = None
     extra: Annotated[
         list[str],
         typer.Option(
-            metavar="E", help="Extra of groupwise to install; default: train. May be repeated."
+            metavar="EXTRA", help="Extra of groupwise to install; default: train. May be repeated."
         ),
     ] = field(default_factory=list[str])
     also: Annotated[
@@ -44,12 +44,14 @@ class EnvironmentOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Releases to install, as pip freeze writes them; hashes may be in it.",
+            help="Pinned requirements to install, in the format of pip freeze; hashes are allowed.",
         ),
     ] = None
     wheelhouse: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Install only from the wheels in here; they are sent."),
+        typer.Option(
+            metavar="DIR", help="Install only from the wheels in this folder, which is uploaded."
+        ),
     ] = None
     index_url: Annotated[
         str | None,
@@ -80,8 +82,8 @@ class RemoteEnvironmentOptions(EnvironmentOptions):
     python: Annotated[
         str | None,
         typer.Option(
-            metavar="P",
-            help="Interpreter there that has groupwise; default: one in an environment that is made.",
+            metavar="PYTHON",
+            help="Remote Python interpreter with groupwise installed; default: create an environment.",
         ),
     ] = None
 

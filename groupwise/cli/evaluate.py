@@ -20,7 +20,10 @@ class SuiteOptions:
     endpoint: Annotated[
         str | None,
         typer.Option(
-            "--endpoint", "--base-url", metavar="URL", help="The service that answers a suite."
+            "--endpoint",
+            "--base-url",
+            metavar="URL",
+            help="URL of the service that answers the suites.",
         ),
     ] = None
     endpoint_model: Annotated[
@@ -45,21 +48,25 @@ class SuiteOptions:
         ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="Temperature for a suite; default: 0.")
+        float | None, typer.Option(metavar="NUM", help="Temperature for a suite; default: 0.")
     ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
-            metavar="P", min=0, max=1, help="top_p for a suite; default: that of the service."
+            metavar="NUM", min=0, max=1, help="top_p for a suite; default: that of the service."
         ),
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Longest answer in a suite; default: 32768 tokens."),
+        typer.Option(
+            metavar="NUM", min=1, help="Maximum tokens per answer of a suite; default: 32768."
+        ),
     ] = None
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Requests of a suite at the same time; default: 16."),
+        typer.Option(
+            metavar="NUM", min=1, help="Requests of a suite at the same time; default: 16."
+        ),
     ] = None
     timeout: Annotated[
         float | None,
@@ -69,7 +76,7 @@ class SuiteOptions:
     ] = None
     max_prompts: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Most questions of each suite, to try it out."),
+        typer.Option(metavar="NUM", min=1, help="Maximum questions per suite, for a trial."),
     ] = None
     time_limit: Annotated[
         float | None,
@@ -117,7 +124,7 @@ def evaluate(
     ] = None,
     samples_per_prompt: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Completions of each prompt."),
+        typer.Option(metavar="NUM", min=1, help="Completions per prompt."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File for the results of each row.")

@@ -26,7 +26,7 @@ def init(
             "--task",
             "--task-module",
             "-t",
-            metavar="T",
+            metavar="TASK",
             help="The task: a Python file, package.module, module:attribute, or the name of a "
             "built-in or installed one.",
         ),
@@ -34,7 +34,7 @@ def init(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", metavar="M", help="A hub id, a folder, a .gguf file, or an alias."
+            "--model", "-m", metavar="MODEL", help="A hub id, a folder, a .gguf file, or an alias."
         ),
     ] = None,
     foreign: Annotated[
@@ -50,7 +50,7 @@ def init(
         int | None,
         typer.Option(
             "--processes",
-            metavar="N",
+            metavar="NUM",
             min=1,
             help="With --from: number of devices that the config was written for; default: 1.",
         ),

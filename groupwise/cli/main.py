@@ -110,7 +110,7 @@ command(app, "fetch-tunix")(fetch_tunix)
 for name, summary in (
     ("runs", "Runs: list, show, plot, compare, rescore, replay, export."),
     ("fleet", "Jobs on many machines: up, submit, list, logs, vm."),
-    ("launch", "A command on another machine: local, ssh, logs, fetch, stop, resume."),
+    ("launch", "Run a command on another machine: local, ssh, logs, fetch, stop, resume."),
 ):
     group = type(f"{name}_group", (LazyGroup,), {"module": f"groupwise.cli.{name}.app"})
     app.add_typer(

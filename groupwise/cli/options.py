@@ -2,10 +2,10 @@
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class JobFilter:
-        name: Annotated[str | None, typer.Option(metavar="N", help="Only jobs of this name.")] = None
+        name: Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this name.")] = None
 
     @command(app, "stop", "cancel")
-    def stop(ids: JobIds, chosen: JobFilter) -> None: ...
+    def stop(ids: JobIds, job_filter: JobFilter) -> None: ...
 
 A parameter that is annotated with such a dataclass expands into one option per field. Help shows the first name of a command and the
 first long name of an option; the others are deprecated names, which still work.

@@ -169,5 +169,5 @@ def _override_hint(error: Any) -> str:
         problem = config_error.message.removeprefix("config: ")
         if "the nearest are" in problem:
             return ""  # not a key of any known framework
-        return f". Keys of the config are words without dashes, as training.seed=1: {problem}"
+        return f". Keys of the config are given without dashes, e.g. training.seed=1: {problem}"
     return ""

@@ -48,7 +48,7 @@ def seconds(option: str, *words: str) -> Callable[[str], float]:
             return 0.0
         zero_text = "".join(f", or {word}" for word in words)
         raise UsageError(
-            f"{option} {text}: a time is expected, as 90s, 30min, 2h, 1h30m or 7d{zero_text}."
+            f"{option} {text}: a time is expected, e.g. 90s, 30min, 2h, 1h30m or 7d{zero_text}."
         )
 
     return parse
@@ -85,7 +85,7 @@ def hyperparams(arguments: Sequence[str]) -> dict[str, Any]:
             continue
         if "=" not in argument:
             raise UsageError(
-                f"--hyperparams {argument}: write key=value, or a JSON object, as '{{\"beta\": 0.04}}'."
+                f"--hyperparams {argument}: write key=value, or a JSON object, e.g. '{{\"beta\": 0.04}}'."
             )
         path, value = parse_override(argument)
         settings[".".join(path)] = value
@@ -99,7 +99,7 @@ def json_object(what: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{what}: this is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise UsageError(f'{what}: a JSON object is expected, as {{"learning_rate": 1e-5}}.')
+        raise UsageError(f'{what}: a JSON object is expected, e.g. {{"learning_rate": 1e-5}}.')
     return cast("dict[str, Any]", value)
 
 

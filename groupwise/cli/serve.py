@@ -18,7 +18,7 @@ class SettingOptions:
 
     output_dir: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Folder for everything that the server stores."),
+        typer.Option(metavar="DIR", help="Folder for everything that the server stores."),
     ] = None
     host: Annotated[
         str | None,
@@ -26,16 +26,16 @@ class SettingOptions:
     ] = None
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Port to listen at; 0: any free port. Default: 8000."),
+        typer.Option(metavar="PORT", help="Port to listen at; 0: any free port. Default: 8000."),
     ] = None
     model_dir: Annotated[
         str | None,
         typer.Option(
-            metavar="M", help="Folder whose sub-folders clients may name; default: models."
+            metavar="DIR", help="Folder whose sub-folders clients may name; default: models."
         ),
     ] = None
     key_file: Annotated[
-        str | None, typer.Option(metavar="F", help="File with the lines of the keys.")
+        str | None, typer.Option(metavar="FILE", help="File with one line per API key.")
     ] = None
 
 
@@ -45,7 +45,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="key=value",
-            help="Settings, typed as in the file: max_event_streams=8",
+            help="Override settings, e.g. max_event_streams=8",
             show_default=False,
         ),
     ] = None,
@@ -71,7 +71,7 @@ def serve(
 ) -> None:
     """Train a model with prompts and rewards of clients.
 
-    Each setting may also stand in the environment, as GROUPWISE_SERVE_PORT; the key in GROUPWISE_API_KEY.
+    Settings can also be environment variables, e.g. GROUPWISE_SERVE_PORT; the API key is GROUPWISE_API_KEY.
     """
     if api_key is not None:
         from groupwise.core.errors import UsageError

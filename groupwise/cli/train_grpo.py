@@ -92,10 +92,10 @@ class FlagOptions:
         float, typer.Option("--learning_rate", metavar="X", help="Peak step size of AdamW.")
     ] = DEFAULTS["learning_rate"]
     batch_size: Annotated[
-        int, typer.Option("--batch_size", metavar="N", help="Prompts of a step.")
+        int, typer.Option("--batch_size", metavar="N", help="Prompts per step.")
     ] = DEFAULTS["batch_size"]
     num_generations: Annotated[
-        int, typer.Option("--num_generations", metavar="N", help="Completions of each prompt.")
+        int, typer.Option("--num_generations", metavar="N", help="Completions per prompt.")
     ] = DEFAULTS["num_generations"]
     max_prompt_length: Annotated[
         int,
@@ -116,7 +116,7 @@ class FlagOptions:
         typer.Option(
             "--output_dir",
             metavar="DIR",
-            help="The whole model stands at its top, the run below it.",
+            help="Output folder: the full model at its top, the run below it.",
         ),
     ] = DEFAULTS["output_dir"]
     use_unsloth: Annotated[
@@ -145,7 +145,9 @@ def train_grpo(
     start: ResumeFlags,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry_run", help="Show the resolved config and the plan; train nothing."),
+        typer.Option(
+            "--dry_run", help="Print the resolved config and the plan as JSON; train nothing."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

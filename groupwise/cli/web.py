@@ -23,23 +23,26 @@ def web(
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(metavar="N", min=0, max=65535, help="Port to listen at; 0: any free port."),
+        typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen at; 0: any free port."),
     ] = 8080,
     key_file: Annotated[
-        Path | None, typer.Option(metavar="F", help="File with the lines of the keys.")
+        Path | None, typer.Option(metavar="FILE", help="File with one line per API key.")
     ] = None,
     tls_certificate: Annotated[
         str | None, typer.Option(metavar="PEM", help="Certificate, for https.")
     ] = None,
-    tls_key: Annotated[str | None, typer.Option(metavar="PEM", help="Its private key.")] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="PEM", help="Private key of the certificate.")
+    ] = None,
     proxy: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Address of a proxy in front that has TLS."),
+        typer.Option(metavar="ADDRESS", help="Address of a proxy in front that terminates TLS."),
     ] = None,
     fleet: Annotated[
         str | None,
         typer.Option(
-            metavar="F", help="Show this fleet, too: its folder, or the address of its API."
+            metavar="FOLDER|URL",
+            help="Show this fleet, too: its folder, or the address of its API.",
         ),
     ] = None,
     server: Annotated[
@@ -57,7 +60,7 @@ def web(
     """See what your models are doing, in a browser.
 
     Only this machine gets answers unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
-    makes one. Pages bring themselves up to date.
+    makes one. Pages update themselves.
     """
     import os
     from importlib.util import find_spec

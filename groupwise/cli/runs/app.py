@@ -108,7 +108,7 @@ def rollouts(
         bool, typer.Option("--failed", help="Only failed and timed-out ones.")
     ] = False,
     part: Annotated[
-        str | None, typer.Option(help="Only with this reward part; --best and --worst go by it.")
+        str | None, typer.Option(help="Only with this reward part; --best and --worst sort by it.")
     ] = None,
     task: Annotated[
         str | None,
@@ -120,7 +120,7 @@ def rollouts(
             help="Only with all these words in the prompt, or in the completion; quotes hold a phrase."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rollouts to show.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rollouts to show.")] = 16,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     as_json: AsJson = False,
@@ -167,7 +167,7 @@ def plot(
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up stands before step 0."""
+    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up is drawn before step 0."""
     path = resolve(run, dir).path
     with Store.open(path / RECORD, readonly=True) as store:
         names = store.metric_names()

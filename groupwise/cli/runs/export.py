@@ -25,7 +25,7 @@ def export(
             "recorded."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that is made.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
     dir: RunsDir = RUNS,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -41,7 +41,7 @@ def export(
         bool,
         typer.Option(
             "--trust-remote-code",
-            help="Let the base model run code of its author, as the run's config has it.",
+            help="Allow the base model's own code to run, as the run's config does.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -80,7 +80,7 @@ def push(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload what a run should have uploaded and has not: checkpoints that wait, then its final weights (run.hub)."""
+    """Upload a run's pending checkpoints, then its final weights, to the hub (run.hub)."""
     from groupwise.training.review.push import push as upload
 
     urls = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)

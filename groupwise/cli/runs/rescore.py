@@ -33,7 +33,9 @@ def rescore(
     overrides: Overrides = None,
     task_module: Annotated[
         str | None,
-        typer.Option("--task-module", "-t", metavar="T", help="Task whose get_reward_funcs score."),
+        typer.Option(
+            "--task-module", "-t", metavar="TASK", help="Task whose get_reward_funcs score."
+        ),
     ] = None,
     rewards: Annotated[
         str | None,
@@ -47,7 +49,7 @@ def rescore(
         int | None, typer.Option(help="Only this step, an index from 0; default: all steps.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Most groups to score, the last ones.")
+        int | None, typer.Option(min=1, help="Maximum number of groups to score, the newest ones.")
     ] = None,
     rows: Annotated[
         int, typer.Option(min=0, help="Number of rollouts to show, those that moved farthest.")
