@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentOptions:
-    """The packages of an environment that is made: groupwise as it is here, and the releases installed here."""
+    """The packages of an environment to create: this version of groupwise, and the releases installed here."""
 
     base_python: Annotated[
         str | None,
@@ -77,7 +77,7 @@ class EnvironmentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEnvironmentOptions(EnvironmentOptions):
-    """The environment of a job on another machine: one that is made, or one that is there."""
+    """The environment of a job on another machine: a new one, or an existing one."""
 
     python: Annotated[
         str | None,

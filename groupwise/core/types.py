@@ -61,10 +61,10 @@ def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     return NumberedRow(columns, getattr(row, "number", None))
 
 
-def number_of(row: Mapping[str, Any], place: int) -> int:
-    """The number of a row in its user's data; `place` if the row has no number."""
+def number_of(row: Mapping[str, Any], index: int) -> int:
+    """The number of a row in its user's data; `index` if the row has no number."""
     number = getattr(row, "number", None)
-    return place if number is None else number
+    return index if number is None else number
 
 
 @dataclass(frozen=True, slots=True)

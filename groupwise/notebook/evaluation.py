@@ -32,7 +32,7 @@ def evaluate(
     reward_functions: RewardList | None = None,
     extra_reward_functions: RewardList = (),
 ) -> dict[str, float]:
-    """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
+    """Answer the test part (its first 128 prompts) with the newest weights, or the untrained model; show and return the metrics.
 
     accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
     right, for k up to `samples_per_prompt`, else the eval.samples_per_prompt of the overrides, else 1. One sample is drawn greedily,

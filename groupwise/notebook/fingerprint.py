@@ -183,7 +183,7 @@ class FunctionDescription:
         return _short_hash(content)
 
     def _describe_content(self, name: str, value: Any, seen: Within) -> Any:
-        """Plain values for everything in it. `within`: values described already, which may recur if objects refer to each other."""
+        """Plain values for everything in it. `seen`: values described already, which may recur if objects refer to each other."""
         kind = cast("type[object]", type(value))
         if kind in CONSTANTS:
             return repr(value)

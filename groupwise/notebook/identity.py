@@ -71,16 +71,16 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences of the facts in `now`, in words; parts of the reward by their names."""
+def differences(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Differences of the facts in `current`, in words; parts of the reward by their names."""
     # Rewards that only one of the two trainings has: the reward itself is the difference, so its parts are not listed.
     with_reward = tuple(
         f" of the reward {reward_name}"
-        for reward_name in {*before.get(REWARDS, ())} ^ {*now.get(REWARDS, ())}
+        for reward_name in {*previous.get(REWARDS, ())} ^ {*current.get(REWARDS, ())}
     )
     differing_names: list[str] = []
-    for name, value in now.items():
-        previous_value = before.get(name) if name != UNSEEN else value
+    for name, value in current.items():
+        previous_value = previous.get(name) if name != UNSEEN else value
         if isinstance(value, Mapping) and isinstance(previous_value, Mapping):
             previous_parts, current_parts = (
                 cast("Mapping[str, str]", previous_value),
@@ -166,10 +166,10 @@ def _transient_mark(name: str) -> str:
 
 
 def comparable(
-    before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
+    previous: Mapping[str, Any], current: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The facts of both trainings, without the things that the first training's rewards changed (`names`, from `collected_names`)."""
-    used_facts = [facts.get(USED, {}) for facts in (before, now)]
+    used_facts = [facts.get(USED, {}) for facts in (previous, current)]
     transient = {
         name for name in {*used_facts[0]} ^ {*used_facts[1]} if _transient_mark(name) in names
     }
@@ -177,6 +177,6 @@ def comparable(
     remaining = ({name: used[name] for name in used if name not in left_out} for used in used_facts)
     first, second = (
         {**facts, USED: used} if USED in facts else dict(facts)
-        for facts, used in zip((before, now), remaining, strict=True)
+        for facts, used in zip((previous, current), remaining, strict=True)
     )
     return first, second

@@ -69,7 +69,7 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
 
 
 def _distribution(name: str, values: Any, whole_numbers: bool) -> Any:
-    """Optuna's form of the values of one field or key; `whole`: only whole numbers are valid. Raises ConfigError."""
+    """Optuna's form of the values of one field or key; `whole_numbers`: only whole numbers are valid. Raises ConfigError."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):

@@ -260,14 +260,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return _read_json(path / CONFIG)
 
 
-def flatten(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """The configuration as dotted keys and their values as JSON; `before` is a prefix for the keys."""
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The configuration as dotted keys and their values as JSON; `prefix` is put before the keys."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            flat |= flatten(cast("dict[str, Any]", value), f"{before}{key}.")
+            flat |= flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
         else:
-            flat[f"{before}{key}"] = json.dumps(value, ensure_ascii=False)
+            flat[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False)
     return flat
 
 

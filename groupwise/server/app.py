@@ -43,5 +43,5 @@ def make_app(
         Serving(service, config),
         who,
         local_only=keys is None,
-        before=before,
+        outer_document=before,
     )

@@ -80,13 +80,13 @@ def assemble(
     caller_of: CallerOf,
     *,
     local_only: bool,
-    before: Mapping[str, Any] | None = None,
+    outer_document: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The application of these routes. Its `state.shared` is the state that all requests share.
 
     `caller_of` finds the caller from a request's headers, or raises `unauthorised`. `local_only`: there are no keys, so only requests
-    from this machine are answered. `before`: the document's entries (`tags`, `paths`, `components`) for requests that another layer answers
-    before they reach this application.
+    from this machine are answered. `outer_document`: the document's entries (`tags`, `paths`, `components`) for requests that another
+    layer answers before they reach this application.
     """
     try:
         version = metadata.version("groupwise")
@@ -107,7 +107,7 @@ def assemble(
 
     @cache
     def document() -> dict[str, Any]:
-        app.openapi_schema = _complete_document(make(), routes, before or {})
+        app.openapi_schema = _complete_document(make(), routes, outer_document or {})
         return app.openapi_schema
 
     @cache
@@ -264,7 +264,7 @@ async def _refuse_http_exception(request: Request, error: HTTPException) -> NoRe
 
 
 def _complete_document(
-    document: dict[str, Any], routes: Sequence[Route], before: Mapping[str, Any]
+    document: dict[str, Any], routes: Sequence[Route], outer_document: Mapping[str, Any]
 ) -> dict[str, Any]:
     """FastAPI's document with additions: problems, keys, bodies that handlers read themselves, and other protocols."""
     components = document.setdefault("components", {})
@@ -292,11 +292,11 @@ def _complete_document(
             operation.setdefault("parameters", []).append(IDEMPOTENCY)
         if route.example is not None:
             operation["requestBody"]["content"]["application/json"]["example"] = route.example
-    for path, operations in before.get("paths", {}).items():
+    for path, operations in outer_document.get("paths", {}).items():
         document["paths"][path] = {
             method: {"security": keys, **operation} for method, operation in operations.items()
         }
-    schemas.update(before.get("components", {}).get("schemas", {}))
-    if tags := before.get("tags"):
+    schemas.update(outer_document.get("components", {}).get("schemas", {}))
+    if tags := outer_document.get("tags"):
         document.setdefault("tags", []).extend(tags)
     return document

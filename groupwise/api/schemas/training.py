@@ -33,33 +33,33 @@ from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
-"""Prompts of one request for completions, and groups of one request with rewards."""
+"""Maximum number of prompts, or of groups with rewards, in one request."""
 MAX_COMPLETIONS = 1024
-"""Completions of one prompt."""
+"""Maximum number of completions of one prompt."""
 MAX_TOKENS = 1_000_000
-"""Tokens that a length may be set to; what the model can do is less."""
+"""Largest value of a length setting, in tokens; models have lower limits."""
 MAX_STEPS = 100_000_000
 MAX_REWARD = 1e9
 """Largest magnitude of a reward."""
 MAX_ID = 64
-"""Characters of an id."""
+"""Maximum length of an id."""
 MAX_NAME = 128
-"""Characters of the name of a run or checkpoint."""
+"""Maximum length of the name of a run or checkpoint."""
 MAX_ADDRESS = 1024
-"""Characters of the address of a model, adapter or version."""
+"""Maximum length of the address of a model, adapter or version."""
 MAX_MESSAGES = 1024
-"""Messages of one prompt."""
+"""Maximum number of messages in one prompt."""
 MAX_STOPS = 16
-"""Texts that may end a completion."""
+"""Maximum number of stop strings."""
 MAX_STOP = 256
-"""Characters of one such text."""
+"""Maximum length of a stop string."""
 MAX_STALENESS = 64
 MAX_DRAW = 2**53
 """Draws are below this, so that every JSON library reads them exactly."""
 MIN_LEASE, MAX_LEASE = 1.0, 7 * 24 * 3600.0
 """Seconds."""
 MAX_WAIT, DEFAULT_WAIT = 600.0, 60.0
-"""Seconds that a request may wait for a step."""
+"""Seconds for which a request may wait for a step."""
 MAX_LEARNING_RATE = 100.0
 TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
