@@ -53,7 +53,7 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
 
 @cache  # each row has the same columns, and likeness takes its time
 def _nearly_arguments(name: str) -> bool:
-    """True for names such as `template_kwargs` and `enable_thinking`. `chat_template` and `chat_template_id` are excluded: they name one."""
+    """True for names such as `template_kwargs` and `enable_thinking`, not for `chat_template` and `chat_template_id`."""
     if not any(part in name.lower() for part in ("kw", "arg", "param", "option")):
         return name == "enable_thinking"
     likeness = difflib.SequenceMatcher(None, name.lower(), ARGUMENTS).ratio()
