@@ -185,7 +185,7 @@ class AuthMiddleware:
             route, headers = facts.route, Headers(scope=scope)
             if self._local_only:
                 check_local(headers)
-            facts.caller = caller = await self._who(headers)
+            facts.caller = caller = await self._caller_of(headers)
             self._shared.count(caller.key_id)
             caller.require((route and route.role) or Role.READ, self._shared.role_words)
             if route is not None and route.works and self._shared.ending.is_set():
