@@ -49,8 +49,8 @@ GSM8K = "openai/gsm8k"
 KNOWN = {
     name
     for columns in (math.COLUMNS, rubric_answers.COLUMNS)
-    for each in columns.values()
-    for name in each
+    for aliases in columns.values()
+    for name in aliases
 }
 """Columns that are recognised in upper or lower case."""
 GENERATED = 2000
