@@ -70,7 +70,7 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        reason = field_errors(error, hint, whole="it")[0]
+        reason = field_errors(error, hint, document_name="it")[0]
         raise TaskError(f"{what} is {json.dumps(value)}; {reason}.") from None
     except PydanticUserError:  # pydantic does not support the annotation
         return value

@@ -171,9 +171,9 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The most similar of the `known` names, at most three, best first."""
-    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """The most similar of the candidates, at most three, best first."""
+    return difflib.get_close_matches(name, sorted(candidates), n=3, cutoff=0.6)
 
 
 def _split_spec(spec: str) -> tuple[str, str | None]:

@@ -62,9 +62,9 @@ class PromptFilter:
 
 
 def find_rollouts(
-    db: Database, filters: RolloutFilter, most: int | None = None
+    db: Database, filters: RolloutFilter, max_chars: int | None = None
 ) -> list[RolloutView]:
-    """One page of the rollouts that match the filter, with at most `most` characters of each text; see `_truncated_sql`."""
+    """One page of the rollouts that match the filter, with at most `max_chars` characters of each text; see `_truncated_sql`."""
     outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
     has_range = (filters.min_reward, filters.max_reward) != (None, None)
     needs_reward = filters.part is None and (has_range or filters.order in ("best", "worst"))
@@ -88,7 +88,7 @@ def find_rollouts(
         if page is None and plan.lead is None and not is_frequent:
             plan = plan_of(db, filters, FEW)
     return _read_views(
-        db, _query_ids(db, rollout_query(filters, plan)) if page is None else page, most
+        db, _query_ids(db, rollout_query(filters, plan)) if page is None else page, max_chars
     )
 
 
@@ -134,9 +134,11 @@ def every_rollout(
         yield from ((view, details[view.id]) for view in _read_views(db, ids))
 
 
-def _read_views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
+def _read_views(
+    db: Database, ids: Sequence[int], max_chars: int | None = None
+) -> list[RolloutView]:
     """These rollouts, in the order of `ids`."""
-    texts = ", ".join(_truncated_sql(column, most) for column in (PROMPT, "completion"))
+    texts = ", ".join(_truncated_sql(column, max_chars) for column in (PROMPT, "completion"))
     rows = db.all(
         f"SELECT {_VIEW}, {texts} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
         " CROSS JOIN groups ON groups.draw = rollouts.draw",
@@ -172,38 +174,38 @@ def _read_views(db: Database, ids: Sequence[int], most: int | None = None) -> li
             parts.get(id, ()),
             bool(truncated),
             completion_tokens,
-            _shorten(texts[0], texts[1], texts[2], most),
-            _shorten(texts[3], texts[4], texts[5], most),
+            _shorten(texts[0], texts[1], texts[2], max_chars),
+            _shorten(texts[3], texts[4], texts[5], max_chars),
             ended_by,
             task,
         )
     return [views[id] for id in ids]
 
 
-def _truncated_sql(text: str, most: int | None) -> str:
-    """SQL for the beginning of a text, its end, and its length; of a text of at most `most` characters all of it and an empty end."""
-    if most is None:
+def _truncated_sql(text: str, max_chars: int | None) -> str:
+    """SQL for the beginning of a text, its end, and its length; of a text of at most `max_chars` characters all of it and an empty end."""
+    if max_chars is None:
         return f"{text}, '', 0"
-    head = most // 2
+    head = max_chars // 2
     return (
-        f"CASE WHEN length({text}) > {most} THEN substr({text}, 1, {head}) ELSE {text} END,"
-        f" CASE WHEN length({text}) > {most} THEN substr({text}, -{most - head}) ELSE '' END, length({text})"
+        f"CASE WHEN length({text}) > {max_chars} THEN substr({text}, 1, {head}) ELSE {text} END,"
+        f" CASE WHEN length({text}) > {max_chars} THEN substr({text}, -{max_chars - head}) ELSE '' END, length({text})"
     )
 
 
-def _shorten(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
+def _shorten(head: str | bytes, tail: str | bytes, length: int, max_chars: int | None) -> str:
     """Join a text whose middle was not read. A text with lone surrogates is stored as bytes, which may be cut within a character."""
-    if most is None or length <= most:
+    if max_chars is None or length <= max_chars:
         return plain_text(head) or ""
     start, end = (
         part.decode("utf-8", "replace") if isinstance(part, bytes) else part
         for part in (head, tail)
     )
-    return f"{start}\n… {length - most:,} more characters …\n{end}"
+    return f"{start}\n… {length - max_chars:,} more characters …\n{end}"
 
 
-def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
-    """The most frequent reasons among the newest rollouts without a score, at most `most`.
+def failure_kinds(db: Database, limit: int, newest: int) -> list[FailureKind]:
+    """The most frequent reasons among the newest rollouts without a score, at most `limit`.
 
     Reasons are of one kind if they differ only in numbers and quoted parts.
     """
@@ -223,7 +225,7 @@ def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
         FailureKind(kind, len(examples), examples[0][1], examples[0][0])
         for kind, examples in reasons_by_kind.items()
     ]
-    return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
+    return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:limit]
 
 
 def find_completed_prompts(db: Database, filters: PromptFilter) -> list[CompletedPrompt]:

@@ -222,17 +222,17 @@ class Store:
                 curves[name] = [(step, _unpack_metric(value)) for step, value in rows]
         return curves
 
-    def curve_ends(self, name: str, most: int) -> tuple[list[float], list[float]]:
-        """The first and the last `most` values of a curve; with fewer than `2 * most` values, half of them each; a single value, twice."""
+    def curve_ends(self, name: str, max_values: int) -> tuple[list[float], list[float]]:
+        """The first and the last `max_values` values of a curve; with fewer than `2 * max_values` values, half of them each; a single value, twice."""
         query = "SELECT value FROM metrics WHERE name = ? ORDER BY step {} LIMIT ?"
         first, last = (
             [
                 _unpack_metric(value)
-                for (value,) in self._db.all(query.format(order), (label(name), 2 * most))
+                for (value,) in self._db.all(query.format(order), (label(name), 2 * max_values))
             ]
             for order in ("", "DESC")
         )
-        count = max(1, min(most, len(first) // 2))
+        count = max(1, min(max_values, len(first) // 2))
         return first[:count], last[:count][::-1]
 
     def range_of(self, names: Iterable[str]) -> tuple[int, int] | None:
@@ -356,11 +356,11 @@ class Store:
         with self._db.snapshot():
             return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
 
-    def rollouts(self, filters: RolloutFilter, most: int | None = None) -> list[RolloutView]:
-        """One page of the rollouts that match the filter. Prompts and completions longer than `most` characters are shortened to their
-        beginning and end, half of `most` each."""
+    def rollouts(self, filters: RolloutFilter, max_chars: int | None = None) -> list[RolloutView]:
+        """One page of the rollouts that match the filter. Prompts and completions longer than `max_chars` characters are shortened to their
+        beginning and end, half of `max_chars` each."""
         with self._db.snapshot():
-            return find_rollouts(self._db, filters, most)
+            return find_rollouts(self._db, filters, max_chars)
 
     def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
         """The draws of an example, newest first."""
@@ -406,9 +406,9 @@ class Store:
         rows = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
         return rows[0][0] if rows else None
 
-    def failures(self, most: int = 20, newest: int = 5_000) -> list[FailureKind]:
+    def failures(self, limit: int = 20, newest: int = 5_000) -> list[FailureKind]:
         """The reasons why rollouts without a score have none, by kind, the most frequent first; looks at the `newest` of them."""
-        return failure_kinds(self._db, most, newest)
+        return failure_kinds(self._db, limit, newest)
 
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
         """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""
@@ -435,12 +435,12 @@ class Store:
         """The names of all reward parts in the record, sorted."""
         return self._distinct_values("parts", "name")
 
-    def tasks(self, most: int) -> list[str]:
-        """The task labels of a mixture, sorted; at most `most`."""
+    def tasks(self, limit: int) -> list[str]:
+        """The task labels of a mixture, sorted; at most `limit`."""
         if self._db.tasks_indexed:
-            return self._distinct_values("groups", "task", most)
+            return self._distinct_values("groups", "task", limit)
         query = "SELECT DISTINCT task FROM groups WHERE task IS NOT NULL ORDER BY 1 LIMIT ?"
-        return [task for (task,) in self._db.all(query, (most,))]
+        return [task for (task,) in self._db.all(query, (limit,))]
 
     def rebuild_text_index(self) -> None:
         """Rebuild the full-text index from the tables. Does nothing if SQLite lacks FTS5: search then reads every text."""
@@ -596,13 +596,13 @@ class Store:
             }
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
-    def _distinct_values(self, table: str, column: str, most: int = -1) -> list[str]:
+    def _distinct_values(self, table: str, column: str, limit: int = -1) -> list[str]:
         """All values of a column that is the first of an index. Jumps from one value to the next; DISTINCT would read every row."""
         rows = self._db.all(
             f"WITH RECURSIVE names (name) AS (SELECT min({column}) FROM {table} WHERE {column} IS NOT NULL UNION ALL"
             f" SELECT (SELECT min({column}) FROM {table} WHERE {column} > names.name) FROM names"
             " WHERE names.name IS NOT NULL) SELECT CAST(name AS BLOB) FROM names WHERE name IS NOT NULL LIMIT ?",
-            (most,),
+            (limit,),
         )
         return [name.decode("utf-8", "replace") for (name,) in rows]
 

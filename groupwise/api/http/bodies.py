@@ -33,9 +33,9 @@ class ClientGone(Exception):
 class Bodies:
     """Reads bodies, and knows which are being read."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: maximum number of bytes of a body."""
-        self._max_bytes = most
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: maximum number of bytes of a body."""
+        self._max_bytes = max_bytes
         self._limits: set[asyncio.Timeout] = set()
         self._is_shutting_down = False
 

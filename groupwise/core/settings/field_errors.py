@@ -93,11 +93,13 @@ class FieldError(NamedTuple):
 
 
 def field_errors(
-    error: ValidationError | Iterable[Mapping[str, Any]], model: Any = None, whole: str = "the body"
+    error: ValidationError | Iterable[Mapping[str, Any]],
+    model: Any = None,
+    document_name: str = "the body",
 ) -> list[FieldError]:
     """The errors, each field and message once, at most `MOST_FIELD_ERRORS`. `error`: pydantic's exception, or its details.
 
-    `model` is the validated type, if known; messages are then more specific. `whole` names the document in messages about all
+    `model` is the validated type, if known; messages are then more specific. `document_name` names the document in messages about all
     of it, as in `the body must be an object`.
     """
     details = error.errors(include_url=False) if isinstance(error, ValidationError) else error
@@ -110,7 +112,7 @@ def field_errors(
         messages = (
             validator_error.problems
             if isinstance(validator_error, Problems)
-            else (_error_message(detail, location, field_location, whole),)
+            else (_error_message(detail, location, field_location, document_name),)
         )
         # For invalid JSON the location is an offset in the text, not a field.
         keys = [] if detail.get("type") == "json_invalid" else field_location.keys
@@ -130,14 +132,17 @@ def _writable(text: str) -> str:
 
 
 def _error_message(
-    detail: Mapping[str, Any], location: Location, field_location: _FieldLocation, whole: str
+    detail: Mapping[str, Any],
+    location: Location,
+    field_location: _FieldLocation,
+    document_name: str,
 ) -> str:
     kind = str(detail.get("type", ""))
     if kind == "extra_forbidden" and (owners := field_location.owners()):
         return _unknown_field_message(str(location[-1]), owners)
     at_top = not field_location.keys
     if at_top and kind == "missing":
-        return f"{whole} is empty: send a JSON object, at least {{}}"
+        return f"{document_name} is empty: send a JSON object, at least {{}}"
     if (
         location
         and kind in ("list_type", "dict_type")
@@ -146,7 +151,7 @@ def _error_message(
         return _UNION_VARIANT_MESSAGES[str(location[-1])]
     context = cast("Mapping[str, Any]", detail.get("ctx") or {})
     if kind == "json_invalid":
-        return f"{whole} is not valid JSON: {context.get('error', 'it cannot be read')}"
+        return f"{document_name} is not valid JSON: {context.get('error', 'it cannot be read')}"
     if kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
         return _PATTERNS.get(pattern, f"must match {pattern}")
@@ -157,7 +162,7 @@ def _error_message(
         message = f"must be {expected}"
     else:
         message = _MESSAGES.get(kind) or _plain_message(str(detail.get("msg", "is not valid")))
-    return f"{whole} {message}" if at_top and message.startswith("must ") else message
+    return f"{document_name} {message}" if at_top and message.startswith("must ") else message
 
 
 def _plain_message(message: str) -> str:

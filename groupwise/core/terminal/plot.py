@@ -63,11 +63,11 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Reduce the points to `most` (at least 4): the first, the last, and the lowest and highest of each interval between."""
-    if len(points) <= most:
+def thin_out(points: Sequence[Point], max_points: int = MOST_POINTS) -> tuple[Point, ...]:
+    """Reduce the points to `max_points` (at least 4): the first, the last, and the lowest and highest of each interval between."""
+    if len(points) <= max_points:
         return tuple(points)
-    stretches = (most - 2) // 2
+    stretches = (max_points - 2) // 2
     edges = [1 + round(i * (len(points) - 2) / stretches) for i in range(stretches + 1)]
     indices = {0, len(points) - 1}
     for start, end in pairwise(edges):
