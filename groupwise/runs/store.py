@@ -223,7 +223,8 @@ class Store:
         return curves
 
     def curve_ends(self, name: str, max_values: int) -> tuple[list[float], list[float]]:
-        """The first and the last `max_values` values of a curve; with fewer than `2 * max_values` values, half of them each; a single value, twice."""
+        """The first and the last `max_values` values of a curve. With fewer than `2 * max_values` values, half of them each; a single
+        value, twice."""
         query = "SELECT value FROM metrics WHERE name = ? ORDER BY step {} LIMIT ?"
         first, last = (
             [
