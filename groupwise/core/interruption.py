@@ -100,8 +100,8 @@ class Interruption:
             await asyncio.gather(task, return_exceptions=True)
 
     def _handle_signal(self, number: int, _: FrameType | None) -> None:
-        is_repeat = self._received is None or time.monotonic() - self._received_at < TOGETHER
-        if not is_repeat and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
+        counts_as_first = self._received is None or time.monotonic() - self._received_at < TOGETHER
+        if not counts_as_first and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
             # Raised between two steps of the loop, it may cost a task its next step, and the loop would wait for ever: see `_interrupt`.
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
