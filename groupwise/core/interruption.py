@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
-TOGETHER = 1.0
+SAME_SIGNAL_SECONDS = 1.0
 """Signals within this many seconds count as one: a terminal's Ctrl-C reaches torchrun, and the process to which torchrun passes it on."""
 CLEANUP_TIMEOUT = 5.0
 """Seconds after the second signal in which tasks may clean up, before they are abandoned."""
@@ -38,9 +38,9 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Handles both signals while it is open, if the loop runs in the main thread; in other threads the caller uses `ask`."""
+    """Handles both signals while it is open, if the loop runs in the main thread; in other threads the caller uses `request_stop`."""
 
-    open_ones: ClassVar[list[Interruption]] = []
+    active: ClassVar[list[Interruption]] = []
     """The open interruptions of this process, the newest last."""
 
     def __init__(self, on_first_signal: Callable[[], None] | None = None) -> None:
@@ -56,11 +56,11 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[number] = signal.signal(number, self._handle_signal)
-        self.open_ones.append(self)
+        self.active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.open_ones.remove(self)
+        self.active.remove(self)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
@@ -69,7 +69,7 @@ class Interruption:
         """The signal that asked the loop to end; None until then."""
         return self._received
 
-    def ask(self, number: int = signal.SIGINT) -> None:
+    def request_stop(self, number: int = signal.SIGINT) -> None:
         """Ask the loop to end cleanly, from any thread."""
         if self._received is None:
             self._received, self._received_at = number, time.monotonic()
@@ -100,14 +100,16 @@ class Interruption:
             await asyncio.gather(task, return_exceptions=True)
 
     def _handle_signal(self, number: int, _: FrameType | None) -> None:
-        counts_as_first = self._received is None or time.monotonic() - self._received_at < TOGETHER
+        counts_as_first = (
+            self._received is None or time.monotonic() - self._received_at < SAME_SIGNAL_SECONDS
+        )
         if not counts_as_first and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
             # Raised between two steps of the loop, it may cost a task its next step, and the loop would wait for ever: see `_interrupt`.
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
             )
             raise KeyboardInterrupt(number)
-        self.ask(number)
+        self.request_stop(number)
 
 
 def _interrupt(loop: asyncio.AbstractEventLoop) -> None:
@@ -216,8 +218,8 @@ def _drain(receiver: socket.socket) -> None:
 
 
 def _cancel_tasks(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
-    if Interruption.open_ones:
-        Interruption.open_ones[-1].ask()
+    if Interruption.active:
+        Interruption.active[-1].request_stop()
         return
     for loop in loops:
         for task in asyncio.all_tasks(loop):

@@ -22,7 +22,7 @@ from groupwise.core.terminal.text import clean
 
 POLL_SECONDS = 0.05
 """Seconds between two checks of a program that is waited for."""
-TOLD_LINES, TOLD_CHARACTERS = 3, 300
+MESSAGE_LINES, MESSAGE_CHARS = 3, 300
 """For messages: the number of last lines of a log, and the maximum number of characters of each."""
 FRAMES = "╭│╰─"
 """First characters of the lines of a framed traceback, which messages leave out."""
@@ -88,7 +88,7 @@ class ProcessGroup:
         text = _COLOUR.sub("", self.log.read_text(encoding="utf-8", errors="replace"))
         lines = [clean(line).strip() for line in text.splitlines()]
         lines = [line for line in lines if line and line[0] not in FRAMES]
-        return "\n".join(line[:TOLD_CHARACTERS] for line in lines[-TOLD_LINES:])
+        return "\n".join(line[:MESSAGE_CHARS] for line in lines[-MESSAGE_LINES:])
 
     def __enter__(self) -> ProcessGroup:
         return self
