@@ -6,7 +6,7 @@ import asyncio
 
 
 class ChangeNotifier:
-    """Beats after every change; a waiting task checks its condition again after each beat."""
+    """Wakes waiting tasks after every change; each then checks its condition again."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
@@ -18,5 +18,5 @@ class ChangeNotifier:
 
     @property
     def next_event(self) -> asyncio.Event:
-        """Event that the next beat sets. Read it before checking the condition, or a change in between is missed."""
+        """The event that the next `notify` sets. Read it before checking the condition, or a change in between is missed."""
         return self._next
