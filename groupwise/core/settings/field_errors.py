@@ -1,7 +1,7 @@
 """Explains in plain words which fields pydantic refused, and why.
 
-Pydantic speaks of inputs and extra inputs. `field_errors` turns its errors into the expected values, with the place of each field. For
-an unknown field it gives the nearest known name, or all known ones. Messages never repeat a given value, which may be secret or huge: a
+Pydantic's messages ("Extra inputs are not permitted") mean little to users. `field_errors` says instead which values are expected, and
+where. For an unknown field it gives the nearest known name, or all known ones. Messages never repeat a given value, which may be secret or huge: a
 caller that wants to show it takes it from `FieldError.given`. Config files get more advice: see `groupwise.core.settings.validation`.
 """
 
@@ -20,10 +20,10 @@ from groupwise.core.settings.schema import Problems, Strict, refused_keys
 from groupwise.core.settings.wording import describe
 
 Location = Sequence[int | str]
-"""A location in pydantic's form: names, list indices, and union labels in parentheses."""
+"""A location in pydantic's form: names, list indices, and union tags in parentheses."""
 
 MOST_FIELD_ERRORS = 50
-"""The most errors returned: a document may have a million."""
+"""Limit for the errors returned: a huge invalid document must not cause a huge response."""
 LONGEST_MESSAGE = 500
 """Limit, in characters, of a field's path and of a message."""
 
@@ -67,8 +67,9 @@ _UNION_VARIANT_MESSAGES: Mapping[str, str] = {
     "(messages)": "must be text, or a list of messages",
     "(section)": "must be a name, or an object, { … }, with parameters",
 }
-"""The accepted forms of a union, by the label of the form that was tried."""
+"""Message for each union tag: the forms that the union accepts."""
 _LENGTH_SUFFIX = re.compile(r" after validation, not \d+$")
+"""The end of messages such as `List should have at least 1 item after validation, not 0`."""
 _PYDANTIC_PREFIXES = (
     "Input should ",
     "String should ",
@@ -195,7 +196,7 @@ class _FieldLocation:
 
     def __init__(self, model: Any, location: Location, kind: str) -> None:
         self.keys: list[str] = []
-        """The path without union labels, which are no keys."""
+        """The path without union tags, which are not keys."""
         self._parents: list[Any] = []
         self._current: list[Any] = [] if model is None else [model]
         for number, component in enumerate(location, 1):
@@ -233,7 +234,7 @@ class _FieldLocation:
 
 
 def _union_members(annotation: Any) -> Iterator[tuple[str | None, Any]]:
-    """The possible types of an annotation, each with its union label."""
+    """The possible types of an annotation, each with its union tag."""
     if isinstance(annotation, FieldInfo):
         yield from _union_members(annotation.annotation)
         return
@@ -255,7 +256,7 @@ def _model_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _children(annotation: Any, component: int | str) -> Iterator[Any]:
-    """The types that a part of a location leads to."""
+    """The types that a component of a location leads to."""
     if _is_union_tag(component):
         yield from (member for label, member in _union_members(annotation) if label == component)
         return
