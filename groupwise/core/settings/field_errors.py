@@ -1,8 +1,9 @@
 """Explains in plain words which fields pydantic refused, and why.
 
 Pydantic's messages ("Extra inputs are not permitted") mean little to users. `field_errors` says instead which values are expected, and
-where. For an unknown field it gives the nearest known name, or all known ones. Messages never repeat a given value, which may be secret or huge: a
-caller that wants to show it takes it from `FieldError.given`. Config files get more advice: see `groupwise.core.settings.validation`.
+where. For an unknown field it gives the nearest known name, or all known ones. Messages never repeat a given value, which may be secret or
+huge: a caller that wants to show it takes it from `FieldError.given`. Config files get more advice: see
+`groupwise.core.settings.validation`.
 """
 
 from __future__ import annotations
