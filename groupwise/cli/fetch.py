@@ -45,14 +45,14 @@ def fetch_tunix(
         query_worker,
     )
 
-    kinds: dict[str | None, Accelerator | None] = {None: None, **{each: each for each in EXTRAS}}
+    kinds: dict[str | None, Accelerator | None] = {None: None, **{kind: kind for kind in EXTRAS}}
     if accelerator not in kinds:
         raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(EXTRAS)}.")
     path = install(kinds[accelerator], anew=again, say=not as_json)
-    found = query_worker()
+    tunix_info = query_worker()
     if as_json:
-        write_json({"python": str(path), **found.model_dump()})
+        write_json({"python": str(path), **tunix_info.model_dump()})
     else:
         typer.echo(
-            f"{path}: tunix {found.tunix}, jax {found.jax}, {found.devices} × {found.device}"
+            f"{path}: tunix {tunix_info.tunix}, jax {tunix_info.jax}, {tunix_info.devices} × {tunix_info.device}"
         )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from groupwise.api.http.origins import check_local, is_from_our_page
-from groupwise.api.http.shared_state import Buckets
+from groupwise.api.http.shared_state import TokenBuckets
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
 from groupwise.api.schemas.problems import Refusal
 
@@ -55,7 +55,7 @@ class AccessControl:
         """`acts`: True if the dashboard may change anything."""
         self._keys, self._clock, self._acts = keys, clock, acts
         self._form_token = secrets.token_hex(32)
-        self._attempts = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
+        self._attempts = TokenBuckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
         self._signed_out: dict[str, None] = {}
 
     @property

@@ -22,8 +22,8 @@ from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, page_route, p
 from groupwise.dashboard.runs.comparing import differences
 from groupwise.dashboard.runs.reading import LISTED, MOST_TASKS
 from groupwise.runs.folder import RECORD, read_config
-from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter
-from groupwise.runs.search import AskedFilter
+from groupwise.runs.records import CompletedPrompt, GroupScore, RolloutFilter
+from groupwise.runs.search import PromptFilter
 from groupwise.runs.store import Store
 
 PER_PAGE = 10
@@ -70,8 +70,8 @@ class Pair:
     """A prompt that both have answered."""
 
     prompt: str
-    a: GroupAsked
-    b: GroupAsked
+    a: CompletedPrompt
+    b: CompletedPrompt
     score_a: GroupScore
     score_b: GroupScore
 
@@ -98,13 +98,13 @@ def compare(visit: Visit) -> Page:
         Store.open(path_a / RECORD, readonly=True) as store_a,
         Store.open(path_b / RECORD, readonly=True) as store_b,
     ):
-        groups_a = store_a.groups_asked(_asked_filter(side_a, query))
+        groups_a = store_a.completed_prompts(_asked_filter(side_a, query))
         filter_b = _asked_filter(side_b, query)
-        groups_b = store_b.groups_asked(filter_b)
+        groups_b = store_b.completed_prompts(filter_b)
         matched = match_groups(groups_a, groups_b)
         if not matched and query.example is not None:
             # The data differ, so the example has another number in B.
-            groups_b = store_b.groups_asked(replace(filter_b, example=None))
+            groups_b = store_b.completed_prompts(replace(filter_b, example=None))
             matched = match_groups(groups_a, groups_b)
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
@@ -147,18 +147,18 @@ def compare(visit: Visit) -> Page:
     return Page("answers_compare.html", data)
 
 
-def _asked_filter(side: Side, query: AnswersQuery) -> AskedFilter:
-    return AskedFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
+def _asked_filter(side: Side, query: AnswersQuery) -> PromptFilter:
+    return PromptFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
 
 
 def match_groups(
-    a: Sequence[GroupAsked], b: Sequence[GroupAsked]
-) -> list[tuple[GroupAsked, GroupAsked]]:
+    a: Sequence[CompletedPrompt], b: Sequence[CompletedPrompt]
+) -> list[tuple[CompletedPrompt, CompletedPrompt]]:
     """For each prompt that both have, its first group on each side, in the order of A.
 
     Groups are matched by example number and text; the rest, from different or shifted data, by text only.
     """
-    pairs_by_key: list[tuple[GroupAsked, GroupAsked]] = []
+    pairs_by_key: list[tuple[CompletedPrompt, CompletedPrompt]] = []
     seen_a: set[Key] = set()
     seen_b: set[Key] = set()
     for key in (_example_key, _prompt_key):
@@ -176,18 +176,18 @@ def match_groups(
     return sorted(pairs_by_key, key=lambda pair: order[pair[0].draw])
 
 
-def _example_key(group: GroupAsked) -> Key:
+def _example_key(group: CompletedPrompt) -> Key:
     return group.example, group.prompt
 
 
-def _prompt_key(group: GroupAsked) -> Key:
+def _prompt_key(group: CompletedPrompt) -> Key:
     return group.prompt
 
 
 def _first_by_key(
-    groups: Sequence[GroupAsked], key: Callable[[GroupAsked], Key]
-) -> dict[Key, GroupAsked]:
-    first_groups: dict[Key, GroupAsked] = {}
+    groups: Sequence[CompletedPrompt], key: Callable[[CompletedPrompt], Key]
+) -> dict[Key, CompletedPrompt]:
+    first_groups: dict[Key, CompletedPrompt] = {}
     for group in groups:
         first_groups.setdefault(key(group), group)
     return first_groups
@@ -222,7 +222,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _side_data(group: GroupAsked, score: GroupScore, store: Store) -> dict[str, Any]:
+def _side_data(group: CompletedPrompt, score: GroupScore, store: Store) -> dict[str, Any]:
     members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS), LISTED)
     members = sorted(members, key=lambda member: (member.reward is None, -(member.reward or 0.0)))
     return {

@@ -166,7 +166,7 @@ class ForkedWorkers(WorkerCalls):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutExpired):
                 process.wait(_END_LIMIT)
-        ending, words = describe_exit(process.returncode), self._output.last_words()
+        ending, words = describe_exit(process.returncode), self._output.last_output()
         return RunError(f"The process that holds the model ended: {ending} {RESUME_HINT}{words}")
 
     def _listen_to_ranks(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import PLAIN, how_it_ended
+from groupwise.core.processes.family import PLAIN, describe_exit
 from groupwise.engine.distributed.messages import (
     Call,
     CallFailure,
@@ -194,7 +194,7 @@ def make_setup(factory: str, arguments: Mapping[str, Any]) -> Setup:
 
 def describe_exit(code: int | None) -> str:
     """How a process ended, and how to use less memory if that may be the reason."""
-    ending = f"{how_it_ended(code)}."
+    ending = f"{describe_exit(code)}."
     return f"{ending} {REMEDY}" if code == -signal.SIGKILL else ending
 
 

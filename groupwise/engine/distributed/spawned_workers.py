@@ -236,7 +236,7 @@ class SpawnedWorkers(WorkerCalls):
         process = self._started[rank]
         with suppress(TimeoutExpired):
             process.wait(_EXIT_SECONDS)
-        return process.returncode, self._outputs[rank].last_words()
+        return process.returncode, self._outputs[rank].last_output()
 
     def _end_all(self) -> None:
         """Kill the processes started here, and close the connections to the others."""

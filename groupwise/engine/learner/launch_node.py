@@ -26,7 +26,7 @@ from threading import Event, Thread
 from typing import NoReturn
 
 from groupwise.core.errors import EX_TEMPFAIL
-from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret, port_of
+from groupwise.core.rendezvous import KEY, KEY_FILE, new_secret, port_of, rendezvous_variables
 
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
@@ -135,7 +135,7 @@ def run_on_ray(
 ) -> int:
     """Act as the first of the machines that Ray allocated: write the command for the others, and run here. Returns the exit code."""
     count, path = int(environment[NODES]), Path(environment[ORDER])
-    variables = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
+    variables = rendezvous_variables(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
     os.environ[KEY_FILE] = variables[KEY_FILE] = write_secret()
     order = {
         "arguments": [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments],

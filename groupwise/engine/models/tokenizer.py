@@ -37,7 +37,7 @@ class ResolvedModel:
         """Keyword arguments for transformers' loaders. If the hub cannot be reached, they use only its local cache, without waiting."""
         if self.local:
             return {"local_files_only": True}
-        return {"revision": self.revision, "local_files_only": not hub_errors.answers()}
+        return {"revision": self.revision, "local_files_only": not hub_errors.is_reachable()}
 
 
 def resolve(config: ModelConfig) -> ResolvedModel:
@@ -124,7 +124,7 @@ def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -
             where, advice = f"the folder {resolved.location}", "Is the folder complete?"
         else:
             hub = "the hub"
-            if not hub_errors.answers():
+            if not hub_errors.is_reachable():
                 hub = "the hub's cache on this machine (the hub cannot be reached)"
             at = f" at {resolved.revision!r}" if resolved.revision else ""
             where = f"{hub} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
@@ -137,5 +137,5 @@ def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -
             f"model.name {config.name!r}: the {what} could not be loaded from {where}: "
             f"{reason[0] if reason else type(error).__name__}\n"
             f"Names that need no hub: {', '.join(ALIASES)}. {advice}",
-            temporary=not resolved.local and hub_errors.will_pass(error),
+            temporary=not resolved.local and hub_errors.is_temporary(error),
         ) from error

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from groupwise.core.errors import UsageError
-from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret
+from groupwise.core.rendezvous import KEY, KEY_FILE, new_secret, rendezvous_variables
 from groupwise.jobs.clouds.backend import (
     Capabilities,
     CloudError,
@@ -67,7 +67,7 @@ class _GangMachine(MachineBackend):
     ) -> Launch:
         launch = await super()._launch_request(order, spec, epoch, attempt, resume)
         meets_at = order.meets_at or self._meets_at
-        meeting = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
+        meeting = rendezvous_variables(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
         return replace(
             launch,
             rank=self._rank,

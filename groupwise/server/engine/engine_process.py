@@ -33,7 +33,7 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import MARK, end_family, has_ended, how_it_ended
+from groupwise.core.processes.family import MARK, describe_exit, end_family, has_ended
 from groupwise.core.processes.output import Output
 from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
@@ -366,7 +366,7 @@ class EngineProcess:
         finally:
             self._channel.end()
             exit_description = self._reap(process)
-        last_words = self._output.last_words()
+        last_words = self._output.last_output()
         if self._stop_reason is not None:
             return (
                 self._stop_reason
@@ -461,7 +461,7 @@ class EngineProcess:
             process.wait(_END_LIMIT)
         if not by_itself and self._stop_reason is None:
             return "it closed its connection."
-        description = f"{how_it_ended(process.returncode)}."
+        description = f"{describe_exit(process.returncode)}."
         return f"{description} {REMEDY}" if process.returncode == -signal.SIGKILL else description
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core import atomic_files
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
 from groupwise.engine.distributed import prefork
@@ -107,7 +107,7 @@ class EngineModels:
         self._samplers: list[_Sampler] = []
         self._assigning = asyncio.Lock()
         """Held while a sampler is assigned other weights."""
-        self._free = Pulse()
+        self._free = ChangeNotifier()
         self._numbers = itertools.count()
 
     async def open(self, order: OpenModels) -> Base:
@@ -327,12 +327,12 @@ class EngineModels:
             return VerbSampled(completions, logprobs)
         finally:
             sampler.users -= 1
-            self._free.beat()
+            self._free.notify()
 
     async def _take_sampler(self, weights: Stored | None) -> _Sampler:
         """A sampler that serves these weights, with its user count raised; waits while all samplers are in use."""
         while True:
-            beat = self._free.next
+            beat = self._free.next_event
             async with self._assigning:
                 sampler = next(
                     (candidate for candidate in self._samplers if candidate.weights == weights),

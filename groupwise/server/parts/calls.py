@@ -17,7 +17,7 @@ from typing import Any
 
 from groupwise.api.schemas.parts import AnyVerb, CallAnswer, CallError, CallRequest
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, UsageError
 
 MOST_CALLS = 4096
@@ -70,7 +70,7 @@ class Calls:
         """The highest number that a call has named in `after`: the client knows the outcome of all calls up to it."""
         self._forgotten = 0
         """The highest ordered number whose answer is no longer kept."""
-        self._call_ended = Pulse()
+        self._call_ended = ChangeNotifier()
         """Beats when an ordered call is over."""
 
     async def make(
@@ -168,7 +168,7 @@ class Calls:
         try:
             async with asyncio.timeout(self._longest_wait):
                 while not self._is_over(number):
-                    await self._call_ended.next.wait()
+                    await self._call_ended.next_event.wait()
         except TimeoutError:
             raise UsageError(
                 f"The call {number}, after which this one was to be done, was not over within {self._longest_wait:g} seconds."
@@ -186,7 +186,7 @@ class Calls:
 
     def _note_over(self, number: int) -> None:
         self._reached = max(self._reached, number)
-        self._call_ended.beat()
+        self._call_ended.notify()
 
     async def _state_of(self, number: int, call: _Call, wait: float) -> CallAnswer:
         task = call.task

@@ -88,7 +88,7 @@ class _Handlers:
         """Call the sampler or the learner. A call that is sent again with the same content is done once, and gets the same answer."""
         content = await request.body()
         try:
-            call = CallRequest.model_validate(await strict_json.parse_aside(content))
+            call = CallRequest.model_validate(await strict_json.parse_in_thread(content))
         except NotStrict as error:
             raise Refusal(
                 "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"

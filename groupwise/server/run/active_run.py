@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.runs import find
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.tokenizers import Tokenizer
@@ -34,7 +34,7 @@ class ActiveRun:
         """The conductor of the newest run that this process has run; None before the first."""
         self.latest: RunRow | None = None
         """The current or most recent run; None before the first."""
-        self.changed = Pulse()
+        self.changed = ChangeNotifier()
         """Beats at every change that a waiting client may be interested in."""
         self.shutting_down = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from groupwise.api.http.shared_state import Seen
+from groupwise.api.http.shared_state import KeyActivity
 from groupwise.api.schemas.activity import (
     MOST_EVENTS,
     MOST_GROUPS,
@@ -68,7 +68,7 @@ async def activity_of(
     return await ledger.do(look)
 
 
-def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
+def known_clients(seen: Sequence[KeyActivity], now: float) -> list[KnownClient]:
     """Convert seen clients for the answer; `now` must be read from the clock that stamped `Seen.last`."""
     return [
         KnownClient(

@@ -57,7 +57,7 @@ class Checkpoints:
                 if path.is_dir():
                     raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
         await self._ledger.do(ledger_operations.keep_checkpoint, checkpoint, caller)
-        self._active_run.changed.beat()
+        self._active_run.changed.notify()
         return checkpoint
 
     async def _newest_state(self, row: RunRow) -> Path:

@@ -128,7 +128,7 @@ class CompletionsAndRewards:
             raise Refusal("auto_mode")
         deadline = time.monotonic() + request.timeout
         while True:
-            beat = self._active_run.changed.next
+            beat = self._active_run.changed.next_event
             answer = await self._ledger.do(
                 ledger_operations.keep_plan,
                 conductor.status.run,
@@ -162,7 +162,7 @@ class CompletionsAndRewards:
         """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
-            beat = self._active_run.changed.next
+            beat = self._active_run.changed.next_event
             result = await read()
             if is_done(result) or self._active_run.is_over():
                 return result

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind, Phase, StartRequest
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, StoreError, UsageError
 from groupwise.core.types import Policy
 from groupwise.runs.folder import CHECKPOINTS
@@ -111,7 +111,7 @@ class Conductor:
         order: OpenRun,
         *,
         most_open: int,
-        changed: Pulse,
+        changed: ChangeNotifier,
     ) -> None:
         """`most_open`: maximum number of groups in progress with manual steps. `changed` beats at every change that a waiting client may be
         interested in.
@@ -243,7 +243,7 @@ class Conductor:
             self._engine = None
             await self._supervisor.end()
             self._close_room()
-            self._changed.beat()
+            self._changed.notify()
 
     async def _run_on_engine(self) -> bool:
         """Take steps until the engine is lost, or the run is over or left; returns False if another engine should continue."""
@@ -268,7 +268,7 @@ class Conductor:
             return False
         self.phase = "recovering"
         logger.warning("the engine is begun again: %s", error)
-        self._changed.beat()
+        self._changed.notify()
         try:
             if is_full(error):
                 await self._supervisor.wait_for_disk(self.status.folder)
@@ -369,7 +369,7 @@ class Conductor:
         self.admission.update(traffic)
         if self._stop_reason is None:
             self.phase = "running"
-        self._changed.beat()
+        self._changed.notify()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Conductor:
         await self._announce_checkpoint()
         self._log_step()
         await self.recount()
-        self._changed.beat()
+        self._changed.notify()
         return exact
 
     def _log_step(self) -> None:
@@ -449,7 +449,7 @@ class Conductor:
         status = self.status
         if (status.folder / CHECKPOINTS / f"step-{status.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, status.run, status.step)
-            self._changed.beat()
+            self._changed.notify()
 
     async def _add_event(self, kind: EventKind, **data: Any) -> None:
         await self._ledger.do(events.add_event, self._run_name, kind, data)

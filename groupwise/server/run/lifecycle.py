@@ -251,7 +251,7 @@ class RunLifecycle:
 
     async def _stop_run(self, conductor: Conductor, why: StopReason) -> None:
         await conductor.end(why, self._config.step_time_limit)
-        self._active_run.changed.beat()
+        self._active_run.changed.notify()
 
 
 def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

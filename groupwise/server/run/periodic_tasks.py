@@ -50,7 +50,7 @@ class PeriodicTasks:
             await asyncio.sleep(TICK_SECONDS)
             with suppress(GroupwiseError):  # a full disk is reported to callers that write
                 if await self._ledger.do(ledger_operations.tick):
-                    self._active_run.changed.beat()
+                    self._active_run.changed.notify()
                     if self._active_run.conductor is not None:
                         self._active_run.conductor.nudge()
                         await self._active_run.conductor.recount()

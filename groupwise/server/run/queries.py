@@ -68,7 +68,7 @@ class Queries:
         """Wait until there is an event after this one, the time is over, or the server shuts down."""
         deadline = time.monotonic() + seconds
         while True:
-            beat = self._active_run.changed.next
+            beat = self._active_run.changed.next_event
             if self._active_run.shutting_down or await self.last_event() > after:
                 return
             if not await self._active_run.next_beat(beat, deadline):

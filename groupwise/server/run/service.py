@@ -108,7 +108,7 @@ class Service:
     async def shut_down(self, seconds: float) -> None:
         """Accept nothing new, finish the step in progress within `seconds`, and end the engine. The run resumes at the next start."""
         self._active_run.shutting_down = True
-        self._active_run.changed.beat()
+        self._active_run.changed.notify()
         if self._active_run.conductor is not None:
             await self._active_run.conductor.end("shut down", seconds)
         await self._periodic.stop()

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY
-from groupwise.api.http.middleware import Observed, RouteTable
+from groupwise.api.http.middleware import RequestMiddleware, RouteTable
 from groupwise.api.http.origins import check_local
 from groupwise.api.http.shared_state import facts_of
 from groupwise.api.schemas.keys import Keyring, Role, caller_of
@@ -95,7 +95,7 @@ class VerbsMiddleware:
         self._behind = app
         routes = verb_routes(service, authorising(serving, keys), bodies=serving.bodies)
         # One name in the metrics for all of them, because most requests are polls that return 408.
-        self._verbs = Observed(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
+        self._verbs = RequestMiddleware(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request to the verbs, or pass it to the application."""

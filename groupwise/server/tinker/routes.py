@@ -247,7 +247,7 @@ class _Handlers:
     async def _parse_body(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
             body = await self._read_body(request)
-            values = await strict_json.parse_aside(body)
+            values = await strict_json.parse_in_thread(body)
             if len(body) > LARGE:
                 return await asyncio.to_thread(kind.model_validate, values)
             return kind.model_validate(values)

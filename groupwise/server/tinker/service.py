@@ -132,7 +132,7 @@ class VerbService:
         continues with the next number, which would otherwise wait forever.
         """
         try:
-            values: Any = await strict_json.parse_aside(body)
+            values: Any = await strict_json.parse_in_thread(body)
             model, sequence = values["model_id"], values["seq_id"]
         except (ValueError, TypeError, KeyError):
             return

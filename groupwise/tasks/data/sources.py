@@ -447,7 +447,7 @@ def _read_hub(
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
         raise TaskError(
             _hub_error_message(source, config, split, revision, error),
-            temporary=hub_errors.will_pass(error),
+            temporary=hub_errors.is_temporary(error),
         ) from error
     finally:
         if was_enabled:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import THINK, Tag, Tags, after_reasoning, last_tagged
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.tasks.rewards.extracted import LogExtra, record_answers
@@ -74,7 +74,7 @@ class CrosswordAccuracy:
         golds = _gold_forms(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns, self.reasoning_tag)
         record_answers(log_extra, map(self._answer_in, texts))
-        return each_alone(self.value, texts, golds)
+        return score_each_row(self.value, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer in letters."""
@@ -137,7 +137,7 @@ class PureAccuracy:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, answers))
-        return each_alone(self._reward_of_text, texts, golds, lengths)
+        return score_each_row(self._reward_of_text, texts, golds, lengths)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import Tag, Tags, check_tag, marks
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.tasks.rewards.registry import reward
@@ -39,7 +39,7 @@ class _Layout(ABC):
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """A reward for each completion, which depends only on its text."""
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        return each_alone(self._reward_of_text, texts)
+        return score_each_row(self._reward_of_text, texts)
 
     @abstractmethod
     def _reward_of_text(self, text: str) -> float:

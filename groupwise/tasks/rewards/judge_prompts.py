@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
 
-from groupwise.api.http.strict_json import once_each
+from groupwise.api.http.strict_json import refuse_duplicate_keys
 from groupwise.core.types import Message, Prompt
 
 Mode = Literal["alone", "pairs", "group"]
@@ -227,7 +227,9 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, without nested ones."""
     objects: list[dict[str, Any]] = []
     starts = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
-    decoder, position = json.JSONDecoder(object_pairs_hook=once_each), starts[0] if starts else -1
+    decoder, position = (
+        json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys), starts[0] if starts else -1,
+    )
     while position != -1:
         try:
             value, end = decoder.raw_decode(text, position)

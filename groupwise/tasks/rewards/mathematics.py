@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import (
     THINK,
     Tag,
@@ -100,7 +100,7 @@ class MathAnswer:
             for text in texts
         ]
         record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
-        return each_alone(self._reward_of_text, texts, answers, golds)
+        return score_each_row(self._reward_of_text, texts, answers, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
@@ -165,7 +165,7 @@ class PureAccuracyMath:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(voting_key, answers))
-        return each_alone(self._reward_of_text, texts, golds)
+        return score_each_row(self._reward_of_text, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, cast
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.core.types import Prompt
@@ -65,7 +65,7 @@ class RubricOverlap:
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
         texts = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
-        return each_alone(self._reward_of_text, prompts, texts, rubrics, references)
+        return score_each_row(self._reward_of_text, prompts, texts, rubrics, references)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""

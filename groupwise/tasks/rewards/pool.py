@@ -34,9 +34,9 @@ from groupwise.core.errors import RunError
 from groupwise.core.processes.family import (
     ENVIRONMENT,
     MARK,
+    describe_exit,
     end_family,
     has_ended,
-    how_it_ended,
 )
 from groupwise.core.processes.frames import FrameBuffer, send_frame
 from groupwise.core.processes.output import Output
@@ -327,7 +327,7 @@ class _Process:
 
     def last_words(self) -> str:
         """The end of its printed output, for a message."""
-        return self._output.last_words()
+        return self._output.last_output()
 
     def kill(self) -> None:
         """Kill it and everything it started. May be called from any thread until the process is reaped."""
@@ -371,7 +371,7 @@ class _Process:
             by_itself = self.has_ended
             self.end()
             reason = (
-                how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
+                describe_exit(self._process.returncode) if by_itself else "it closed its connection"
             )
             return Died(
                 f"the {self._kind.name} ended during the call ({reason}){self._running_text()}"

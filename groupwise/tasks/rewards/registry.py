@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from groupwise.core.construct import instance, taken_by
+from groupwise.core.construct import accepted_parameters, instance
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.reward_call.call import RewardCallable, check_function, name_of
@@ -71,7 +71,7 @@ def reward(name: str) -> Callable[[Kind], Kind]:
         if existing is not None and existing.__module__ != kind.__module__:
             raise ValueError(f"there is a reward {name!r} already, in {existing.__module__}")
         if inspect.isclass(cast("object", kind)):
-            for parameter in taken_by(cast("Any", kind)):
+            for parameter in accepted_parameters(cast("Any", kind)):
                 if parameter.name in OWN_KEYS:
                     raise ValueError(
                         f"the reward {name!r} has a parameter {parameter.name!r}, which every entry has itself"
@@ -168,7 +168,7 @@ def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weig
     target = registered_rewards().get(name) or _load_object(name)
     if inspect.isclass(target):
         shared = {"answer_column": answer_column} if answer_column is not None else {}
-        accepted = {parameter.name for parameter in taken_by(target)}
+        accepted = {parameter.name for parameter in accepted_parameters(target)}
         defaults = {key: value for key, value in shared.items() if key in accepted}
         function = cast("RewardCallable", instance(target, {**defaults, **parameters}, name))
     else:

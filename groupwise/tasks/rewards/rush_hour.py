@@ -31,7 +31,7 @@ from itertools import groupby, pairwise, takewhile
 from math import isqrt
 from typing import Any, cast
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import THINK, after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.tasks.rewards.extracted import LogExtra, record_answers
@@ -271,7 +271,7 @@ class RushSolutionExact:
         """One reward for each completion."""
         record_answers(log_extra, map(_one_spelling, completions))
         solutions = gold_solutions(columns, len(completions), self.answer_column)
-        return each_alone(_exact_score, completions, solutions)
+        return score_each_row(_exact_score, completions, solutions)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without gold solutions."""
@@ -311,7 +311,7 @@ class RushSolutionShaped:
             solvable(board_of(cells, size), solutions)
             for cells, size, solutions in zip(board, sizes, golds, strict=True)
         ]
-        return each_alone(
+        return score_each_row(
             self._shaped_reward, completions, boards, golds, columns.get("moves") or nothing
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import Tag, check_tag
 from groupwise.core.reward_call.text import CompletionText, completion_text, completion_texts
 from groupwise.tasks.rewards.answers import voting_key
@@ -99,7 +99,7 @@ class Length:
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag) for text in texts]
         record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
-        return each_alone(self._reward_of_text, answers, map(len, completion_ids), golds)
+        return score_each_row(self._reward_of_text, answers, map(len, completion_ids), golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""

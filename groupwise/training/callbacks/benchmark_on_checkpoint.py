@@ -33,8 +33,8 @@ from uuid import uuid4
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.core.processes.family import how_it_ended
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.program import ProcessGroup
 from groupwise.core.settings.view import View
 from groupwise.engine.models.artefact import keep_artefact, weight_files
 from groupwise.engine.models.card import model_card
@@ -66,7 +66,7 @@ class _EvaluationProcess:
     """A running evaluation process."""
 
     step: int
-    family: Family
+    family: ProcessGroup
     """The process with all its descendants."""
     output: Path
     started_at: float
@@ -272,14 +272,14 @@ class BenchmarkOnCheckpoint(Callback):
             *self._verbatim,
         ]
         log, cwd = folder / LOG, Path.cwd()
-        family = Family(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
+        family = ProcessGroup(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
         self._processes.append(_EvaluationProcess(step, family, output, time.monotonic()))
 
     def _finish_evaluation(self, run: RunHandle, process: _EvaluationProcess) -> None:
         code = process.family.end()
         if code != 0 and not (self._program is not None and process.output.exists()):
-            self._report_failure(run, process.step, how_it_ended(code))
+            self._report_failure(run, process.step, describe_exit(code))
             return
         try:
             content = _read_result(process.output)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from groupwise.core.construct import instance, refusing, taken_by
+from groupwise.core.construct import accepted_parameters, instance, run_constructor
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.settings.view import View
@@ -99,7 +99,7 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     target = _load_callback(name)
     _check_class(_class_of(target), name)
     if inspect.isclass(target):
-        if any(parameter.name == "name" for parameter in taken_by(target)):
+        if any(parameter.name == "name" for parameter in accepted_parameters(target)):
             raise TaskError(
                 f"{name} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
                 "another name, or return an instance from the task's get_rl_callbacks."
@@ -176,7 +176,7 @@ def _check_callback(callback: object, config: View, label: str) -> Callback:
     if not isinstance(callback, Callback):
         return TrainerCallbackAdapter(callback)
     _check_methods(callback, label)
-    refusing(lambda: callback.check(config), label)
+    run_constructor(lambda: callback.check(config), label)
     return callback
 
 

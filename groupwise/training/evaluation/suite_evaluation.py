@@ -25,8 +25,8 @@ from groupwise.api.openai_client.client import Client, Endpoint, checked_url
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import run_to_end, sigterm_interrupts
-from groupwise.core.processes.family import how_it_ended
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.program import ProcessGroup
 from groupwise.runs.folder import RESULTS, add_result, result_file
 from groupwise.training.evaluation.policies import PolicyWeights, find_policy
 from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
@@ -220,7 +220,7 @@ def _run_suites(
     program: Sequence[str],
     policy: PolicyWeights,
     outcome: SuiteResults,
-    server: Family | None,
+    server: ProcessGroup | None,
     on_progress: Callable[[str], None],
 ) -> None:
     results_folder = _results_folder(request, policy)
@@ -229,7 +229,7 @@ def _run_suites(
         try:
             if server is not None and server.has_ended:
                 raise RunError(
-                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
+                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_output()}"
                 )
             folder = _new_folder(results_folder, _folder_name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
@@ -258,14 +258,14 @@ def _run_suite(
     lighteval.prepare(model_settings, folder)
     words = lighteval.command(program, suite, model_settings, folder)
     environment, started_at = lighteval.environment(key, folder), time.monotonic()
-    with Family(words, folder=folder, log=log, environment=environment, secret=key) as family:
+    with ProcessGroup(words, folder=folder, log=log, environment=environment, secret=key) as family:
         code = family.wait(time_limit)
     lighteval.tidy(folder)
     if code is None:
         raise RunError(f"it took longer than {time_limit:g} seconds. Its log is {log}")
     if code != 0:
         raise RunError(
-            f"lighteval failed ({how_it_ended(code)}). Its log is {log}, and ends:\n{family.last_words()}"
+            f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{family.last_output()}"
         )
     try:
         suite_scores = lighteval.read_scores(suite, folder, log)

@@ -16,10 +16,10 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoints import Checkpoint, Skipped
+from groupwise.runs.checkpoints import Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
-from groupwise.runs.record_segments import PIECE, MadeAnew
+from groupwise.runs.record_segments import PIECE, RebuiltRecord
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
@@ -52,11 +52,11 @@ class ResumePoint:
     """None if the run has no checkpoint: it starts over at step 0."""
     facts: dict[str, Any]
     """Facts that the run recorded about itself when it was started."""
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
     """Damaged checkpoints that cannot be used."""
     checkpoint_steps: tuple[int, ...]
     """The steps of all checkpoints that look complete."""
-    repair: MadeAnew | None = None
+    repair: RebuiltRecord | None = None
     """How the run's record was repaired; None if it was intact."""
 
     @property

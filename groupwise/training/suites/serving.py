@@ -21,7 +21,7 @@ from typing import Any
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import run_to_end
-from groupwise.core.processes.program import Family, free_port
+from groupwise.core.processes.program import ProcessGroup, free_port
 from groupwise.engine.models.artefact import TOKENIZER, is_adapter
 from groupwise.engine.models.config import ModelConfig, recorded_base
 from groupwise.runs.folder import CONFIG, RECORD, read_config
@@ -90,7 +90,7 @@ def serving(
     model: str | None,
     api_key_env: str,
     time_limit: float,
-) -> Generator[tuple[Family, str, str]]:
+) -> Generator[tuple[ProcessGroup, str, str]]:
     """The server's processes, its URL, and the model's name in requests. `folder` gets the log and, temporarily, a merged model.
 
     Raises RunError if the server ends, or does not answer within `time_limit` seconds.
@@ -100,7 +100,7 @@ def serving(
         command = [
             _fill_placeholders(argument, weights, folder, port) for argument in command_template
         ]
-        with Family(
+        with ProcessGroup(
             command, folder=Path.cwd(), log=folder / "server.txt", environment={}
         ) as family:
             url = f"http://127.0.0.1:{port}/v1"
@@ -158,14 +158,14 @@ def _count_gpus(weights: Weights) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
+def _await_models(family: ProcessGroup, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
     """Wait until the server reports its models. While it loads, it refuses connections or answers with an error."""
     deadline = time.monotonic() + seconds
     while True:
         if family.has_ended:
             code = family.end()
             raise RunError(
-                f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_words()}"
+                f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_output()}"
             )
         try:
             return run_to_end(_list_models(endpoint))
@@ -175,7 +175,7 @@ def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[s
             if time.monotonic() > deadline:
                 raise RunError(
                     f"The server did not answer within {seconds:g} seconds ({error}). Its log is {family.log}, and ends:\n"
-                    f"{family.last_words()}"
+                    f"{family.last_output()}"
                 ) from error
         time.sleep(POLL_INTERVAL)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from groupwise.core import errors
 from groupwise.core.errors import RunError
-from groupwise.core.processes.family import MARK, end_family, how_it_ended
+from groupwise.core.processes.family import MARK, describe_exit, end_family
 from groupwise.core.processes.output import Output
 from groupwise.engine.backends.tunix.messages import Answer, Order, Verb
 
@@ -85,7 +85,7 @@ class WorkerProcess:
 
     def last_words(self) -> str:
         """The worker's last output, for a message."""
-        return self._output.last_words()
+        return self._output.last_output()
 
     def close(self) -> None:
         """End the worker, and all processes that it started."""
@@ -156,8 +156,8 @@ class WorkerProcess:
                 self._handle_answer(Answer.model_validate_json(line))
         with suppress(subprocess.TimeoutExpired):
             process.wait(LAST_BREATH)
-        how = how_it_ended(process.poll())
-        reason = f"The Tunix worker ended: {how}{self._output.last_words()}"
+        how = describe_exit(process.poll())
+        reason = f"The Tunix worker ended: {how}{self._output.last_output()}"
         with self._lock:
             self._ended = reason
             pending, self._pending = self._pending, {}

@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from groupwise.api.http.app import About, assemble
+from groupwise.api.http.app import ApiInfo, assemble
 from groupwise.api.http.middleware import RouteTable
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, StoredKey, id_in, presented_key
@@ -39,7 +39,7 @@ ROUTES: tuple[Route, ...] = tuple(
 )
 """Every route except the health check reads the database, if only for the caller's key."""
 
-ABOUT = About(
+ABOUT = ApiInfo(
     "Groupwise fleet",
     "Jobs on many machines: submit one, watch it, cancel it, fetch what it left. A job is a command, an environment, files and resources. "
     "Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning.",

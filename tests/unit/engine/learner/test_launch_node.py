@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, port_of
+from groupwise.core.rendezvous import KEY, KEY_FILE, port_of, rendezvous_variables
 from groupwise.engine.learner import launch_node
 from groupwise.engine.learner.launch_node import (
     STARTED_BY_SRUN,
@@ -46,7 +46,7 @@ def test_machines_are_told_where_they_meet() -> None:
     ports = [port_of(f"sums.{epoch}") for epoch in range(1, 100)]
     assert len(set(ports)) == 99
     assert all(20_000 <= port < 32_000 for port in ports)
-    told = meeting_of(1, 3, "10.0.0.1", "sums.2")
+    told = rendezvous_variables(1, 3, "10.0.0.1", "sums.2")
     assert read_rendezvous(told) == Rendezvous(1, 3, "10.0.0.1", port_of("sums.2"), "sums.2")
     for word in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT"):
         assert read_rendezvous({**told, word: ""}) is None
@@ -151,7 +151,7 @@ def begun(
     *command: str, told: bool = True, at: Path | None = None, **environment: str
 ) -> "subprocess.Popen[str]":
     kept = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
-    where = meeting_of(0, 1, "127.0.0.1", f"test-{os.getpid()}.1") if told else {}
+    where = rendezvous_variables(0, 1, "127.0.0.1", f"test-{os.getpid()}.1") if told else {}
     return subprocess.Popen(
         [
             sys.executable,
