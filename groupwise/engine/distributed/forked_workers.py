@@ -38,7 +38,7 @@ from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
     RESUME_HINT,
     WorkerCalls,
-    describe_exit,
+    explain_exit,
     end_reason_of,
     make_setup,
     settle_future,
@@ -166,7 +166,7 @@ class ForkedWorkers(WorkerCalls):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutExpired):
                 process.wait(_END_LIMIT)
-        ending, words = describe_exit(process.returncode), self._output.last_output()
+        ending, words = explain_exit(process.returncode), self._output.last_output()
         return RunError(f"The process that holds the model ended: {ending} {RESUME_HINT}{words}")
 
     def _listen_to_ranks(self) -> None:
@@ -197,6 +197,6 @@ class ForkedWorkers(WorkerCalls):
             case RankEnded(rank, code):
                 assert self._output is not None
                 worker = f"Model worker {rank + 1} of {self.count}"
-                self._fail_and_end(RunError(f"{worker} ended: {describe_exit(code)} {RESUME_HINT}"))
+                self._fail_and_end(RunError(f"{worker} ended: {explain_exit(code)} {RESUME_HINT}"))
             case _:
                 self._settle_call(message)

@@ -27,7 +27,7 @@ from groupwise.engine.distributed.handshake import (
     server_handshake,
 )
 from groupwise.engine.distributed.messages import MessageChannel, RankSetup
-from groupwise.engine.distributed.rpc import RESUME_HINT, describe_exit
+from groupwise.engine.distributed.rpc import RESUME_HINT, explain_exit
 from groupwise.engine.distributed.spawned_workers import LOCALHOST, SpawnedWorkers
 from groupwise.engine.distributed.torchrun import TorchrunRank, enable_keepalive
 
@@ -129,7 +129,7 @@ class LearnerWorkers(SpawnedWorkers):
                 f"{worker}, or its machine, which torchrun's log tells. {RESUME_HINT}"
             )
         code, words = self._reap(rank)
-        return WorkerLostError(f"{worker}: {describe_exit(code)} {RESUME_HINT}{words}")
+        return WorkerLostError(f"{worker}: {explain_exit(code)} {RESUME_HINT}{words}")
 
     def _end_all(self) -> None:
         super()._end_all()

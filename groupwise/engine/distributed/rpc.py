@@ -192,7 +192,7 @@ def make_setup(factory: str, arguments: Mapping[str, Any]) -> Setup:
     )
 
 
-def describe_exit(code: int | None) -> str:
+def explain_exit(code: int | None) -> str:
     """How a process ended, and how to use less memory if that may be the reason."""
     ending = f"{describe_exit(code)}."
     return f"{ending} {REMEDY}" if code == -signal.SIGKILL else ending

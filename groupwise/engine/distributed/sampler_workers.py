@@ -32,7 +32,7 @@ from groupwise.engine.distributed.messages import (
     MessageChannel,
     RankSetup,
 )
-from groupwise.engine.distributed.rpc import RESUME_HINT, describe_exit
+from groupwise.engine.distributed.rpc import RESUME_HINT, explain_exit
 from groupwise.engine.distributed.spawned_workers import RankMessage, SpawnedWorkers
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class SamplerWorkers(SpawnedWorkers):
         code, words = self._reap(rank)
         self._ends[rank] += 1
         worker = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
-        cause = hangs or describe_exit(code)
+        cause = hangs or explain_exit(code)
         if self._ends[rank] == MAX_CONSECUTIVE_ENDS:
             return RunError(
                 f"{worker} {MAX_CONSECUTIVE_ENDS} times without having drawn anything in between, at last so: {cause} Another one would "
