@@ -356,7 +356,7 @@ def _saturation(sight: DetectorInput, excluded: str) -> float:
 
 
 DETECTORS: dict[str, Callable[[DetectorInput], Finding | None]] = {
-    each.__name__: each
-    for each in (length, truncation, repetition, diversity, sameness, dominance, accuracy)
+    detector.__name__: detector
+    for detector in (length, truncation, repetition, diversity, sameness, dominance, accuracy)
 }
 """The signals computed from steps, by name; `held_out` is computed from evaluations, see `groupwise.tasks.data.divergence`."""

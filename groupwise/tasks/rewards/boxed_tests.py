@@ -101,7 +101,7 @@ class Plan:
     """Names of common modules that the tests read without an import, with their module: these do not refer to the solution's names
     either.
     """
-    own: frozenset[str]
+    defined_names: frozenset[str]
     """Names that the tests define or import themselves."""
     entry_point: str | None
 
@@ -462,7 +462,7 @@ def run_tests(plan: Plan, solution: SolutionProcess) -> Iterator[str | None]:
         solution.load()
         # Names that the tests do not define themselves; the module docstring gives the order.
         sys.modules[MODULE] = solution.as_module(
-            test_names=(plan.own | plan.library.keys()) - {plan.entry_point}
+            test_names=(plan.defined_names | plan.library.keys()) - {plan.entry_point}
         )
         extra_names: dict[str, Any] = {}
         for name in sorted(plan.names):
