@@ -33,7 +33,7 @@ from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.multi_adapter import (
     LocalWorker,
     ModelHost,
-    Models,
+    ModelRegistry,
     NewModel,
     RemoteWorker,
 )
@@ -319,7 +319,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
     return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
 
 
-def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
+def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> ModelRegistry:
     """Build the host that can add up to `most` models over the base of these parts; it ends with them.
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
@@ -330,7 +330,7 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
     else:
         hosts = [LocalWorker(parts.hosted)]
     first = run if isinstance(parts, Parts) else None
-    return Models(hosts, most, parts.stop_token_ids, first)
+    return ModelRegistry(hosts, most, parts.stop_token_ids, first)
 
 
 def _training_parts(made: WorkerCalls | WorkerState) -> Parts:
@@ -914,15 +914,15 @@ def _prepare_process(layout: Layout) -> None:
 
 def _replicas(layout: Layout, trained: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
-    from groupwise.engine.learner.collective import Collective
-    from groupwise.engine.learner.fsdp import FsdpCollective
-    from groupwise.engine.learner.replicas import Replicas
+    from groupwise.engine.learner.collective import ProcessGroupGradientSum
+    from groupwise.engine.learner.fsdp import FsdpGradientSum
+    from groupwise.engine.learner.replicas import SharedMemoryGradientSum
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return FsdpCollective() if layout.parts > 1 else Collective()
-    return Replicas(layout.processes, [*trained.parameters().values()])
+        return FsdpGradientSum() if layout.parts > 1 else ProcessGroupGradientSum()
+    return SharedMemoryGradientSum(layout.processes, [*trained.parameters().values()])
 
 
 def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> WorkerState:
