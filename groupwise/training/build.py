@@ -33,7 +33,7 @@ from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.multi_adapter import (
     LocalWorker,
     ModelHost,
-    Models,
+    ModelRegistry,
     NewModel,
     RemoteWorker,
 )
@@ -327,7 +327,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
     return BaseParts(workers.sampler, workers.stop_token_ids, hosted=workers)
 
 
-def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> Models:
+def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> ModelRegistry:
     """Build the host that can add up to `max_models` models over the base of these parts; it ends with them.
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
@@ -338,7 +338,7 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
     else:
         hosts = [LocalWorker(parts.hosted)]
     first_model = run if isinstance(parts, Parts) else None
-    return Models(hosts, max_models, parts.stop_token_ids, first_model)
+    return ModelRegistry(hosts, max_models, parts.stop_token_ids, first_model)
 
 
 def _training_parts(workers: WorkerCalls | WorkerState) -> Parts:
@@ -942,15 +942,15 @@ def _prepare_process(layout: Layout) -> None:
 
 def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
-    from groupwise.engine.learner.collective import Collective
-    from groupwise.engine.learner.fsdp import FsdpCollective
-    from groupwise.engine.learner.replicas import Replicas
+    from groupwise.engine.learner.collective import ProcessGroupGradientSum
+    from groupwise.engine.learner.fsdp import FsdpGradientSum
+    from groupwise.engine.learner.replicas import SharedMemoryGradientSum
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return FsdpCollective() if layout.parts > 1 else Collective()
-    return Replicas(layout.processes, [*learner_weights.parameters().values()])
+        return FsdpGradientSum() if layout.parts > 1 else ProcessGroupGradientSum()
+    return SharedMemoryGradientSum(layout.processes, [*learner_weights.parameters().values()])
 
 
 def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> WorkerState:

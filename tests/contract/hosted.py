@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from groupwise.engine.distributed.worker_state import WorkerState
-from groupwise.engine.learner.replicas import Replicas
+from groupwise.engine.learner.replicas import SharedMemoryGradientSum
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
@@ -33,7 +33,7 @@ class Disturbed(WorkerState):
 def adapter(folder: str, count: int) -> Disturbed:
     adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
     trained = TrainedAdapter(adapted, seed=1)
-    replicas = Replicas(count, [*trained.parameters().values()])
+    replicas = SharedMemoryGradientSum(count, [*trained.parameters().values()])
     learner = TorchLearner(
         trained,
         run="contract",

@@ -18,7 +18,7 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.learner import gradient_flow
 from groupwise.engine.models.machine import prepare_process
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
-from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
+from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from tests import device_checks
 from tests.device_checks import DeviceCase
@@ -136,7 +136,7 @@ def test_the_sampler_takes_the_engine_for_gpus(enforce_eager):
     tokenizer = device_checks.tiny_tokenizer()
     sampler = TorchSampler(weights, tokenizer, device_checks.LAYOUT, enforce_eager=enforce_eager)
     assert isinstance(sampler._engine, GraphEngine)
-    assert (sampler._engine._record is plainly) == enforce_eager
+    assert (sampler._engine._record is run_eagerly) == enforce_eager
 
 
 def test_a_zygote_that_is_asked_knows_of_it():

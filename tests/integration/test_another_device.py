@@ -25,7 +25,7 @@ from groupwise.engine.sampler import torch_sampler
 from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.engine import SlotEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
-from groupwise.engine.sampler.native.recording import plainly
+from groupwise.engine.sampler.native.recording import run_eagerly
 from groupwise.engine.sampler.weights import ServedModel
 from tests.fake_device import DEVICE, FakeDevice
 from tests.unit.engine.models.native.families import FAMILIES
@@ -109,7 +109,7 @@ class Adapted:
 def test_prompts_and_tokens_are_computed(device, name, dtype):
     weights: Any = Adapted(device, name, dtype)
     with device.here(), torch.inference_mode():
-        engine = GraphEngine(weights.native(), weights, 8, 320, plainly)
+        engine = GraphEngine(weights.native(), weights, 8, 320, run_eagerly)
         prompt = engine.prefill([3, 4, 5])
         assert prompt.logits_V.shape == (96,)
         rows = [engine.add_row(prompt) for _ in range(3)]
@@ -130,7 +130,7 @@ def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, device, name, dtype,
             weights, layout, native=True, enforce_eager=enforce_eager
         )
     assert isinstance(engine, GraphEngine)
-    assert engine._record == (plainly if enforce_eager else "graphs")
+    assert engine._record == (run_eagerly if enforce_eager else "graphs")
 
 
 def test_tokens_are_drawn(device, name, dtype):

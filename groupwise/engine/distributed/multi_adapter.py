@@ -1,6 +1,6 @@
 """Several models over one base: adapters that are trained and sampled concurrently, each with its own learner and sampler.
 
-The caller drives them through `Models`, in the main process. Without ranks their work is done in that process, by its
+The caller drives them through `ModelRegistry`, in the main process. Without ranks their work is done in that process, by its
 `groupwise.engine.distributed.worker_state.WorkerState`. With ranks each model is bound to one rank, so it can be added after the fork: that
 rank alone learns and samples for it, and several models keep several ranks busy. A call names the method to call, as a call of a rank
 does.
@@ -95,7 +95,7 @@ class RemoteWorker:
         return self._ranks.call_each_now([(self._rank, name, arguments)])[0]
 
 
-class Model:
+class ModelHandle:
     """Handle of one model; refuses calls once the model has been dropped."""
 
     def __init__(self, name: str, host: ModelHost) -> None:
@@ -132,7 +132,7 @@ class Model:
 class ModelSampler:
     """A `groupwise.core.types.Sampler` of one model."""
 
-    def __init__(self, model: Model, fingerprint: str) -> None:
+    def __init__(self, model: ModelHandle, fingerprint: str) -> None:
         self._model = model
         self._fingerprint = fingerprint
 
@@ -155,7 +155,7 @@ class ModelSampler:
 class ModelLearner:
     """A `groupwise.core.types.Learner` of one model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelHandle) -> None:
         self._model = model
 
     async def forward_backward(
@@ -207,12 +207,12 @@ class ModelParts:
 
     sampler: ModelSampler
     learner: ModelLearner
-    model: Model
+    model: ModelHandle
     """For all other calls, such as `learner.fingerprint`."""
     stop_token_ids: tuple[int, ...]
 
 
-class Models:
+class ModelRegistry:
     """Registry of the models over one base; holds at most `max_models` of them."""
 
     def __init__(
@@ -227,7 +227,7 @@ class Models:
         self._max_models = max_models
         self._stop_token_ids = stop_token_ids
         self._base_name = base_name
-        self._models: dict[str, tuple[Model, int]] = {}
+        self._models: dict[str, tuple[ModelHandle, int]] = {}
         self._next = 0
 
     @property
@@ -253,7 +253,7 @@ class Models:
         count = len(self._hosts)
         number = min(range(count), key=lambda index: (busy[index], (index - self._next) % count))
         self._next = (number + 1) % count
-        model = Model(name, self._hosts[number])
+        model = ModelHandle(name, self._hosts[number])
         # Registered before the first await, so a concurrent `add` sees the name and the count.
         self._models[name] = model, number
         try:

@@ -142,7 +142,9 @@ class SamplerWorkers(SpawnedWorkers):
             else:
                 number = next(self._numbers)
                 self._catching_up[number] = rank
-                self._send_message(self._by_rank[rank], Call(number, "load_policy", (self._newest,)))
+                self._send_message(
+                    self._by_rank[rank], Call(number, "load_policy", (self._newest,))
+                )
         if not self._ready.done():
             super()._handle_ready(rank)
 

@@ -89,11 +89,11 @@ class WorkerState:
                 await result
 
     async def add_model(self, name: str, new: NewModel) -> AddedModel:
-        """Add a model in this process; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
+        """Add a model in this process; see `groupwise.engine.distributed.multi_adapter.ModelRegistry.add`."""
         return self._require_adapter_host().add(name, new)
 
     async def drop_model(self, name: str) -> None:
-        """Remove an added model; see `groupwise.engine.distributed.multi_adapter.Models.drop`."""
+        """Remove an added model; see `groupwise.engine.distributed.multi_adapter.ModelRegistry.drop`."""
         await self._require_adapter_host().drop(name)
 
     async def of_model(self, name: str, method_path: str, *arguments: Any) -> Any:
@@ -177,7 +177,7 @@ class AdapterHost:
         self._numbers = itertools.count()
 
     def add(self, name: str, new: NewModel) -> AddedModel:
-        """Make a model; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
+        """Make a model; see `groupwise.engine.distributed.multi_adapter.ModelRegistry.add`."""
         assert name not in self._models, f"there is a model {name} already"
         # torch refuses dots in module names, and the given name may have some.
         inner = f"added-{next(self._numbers)}"

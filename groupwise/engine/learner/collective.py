@@ -71,7 +71,7 @@ def _launchers_store() -> Any:
     return store
 
 
-class Collective:
+class ProcessGroupGradientSum:
     """A `groupwise.engine.learner.replicas.GradientSum` over the ranks of the process group."""
 
     @property
@@ -85,7 +85,7 @@ class Collective:
         """Do nothing, because no process was forked."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
+        """See `groupwise.engine.learner.replicas.SharedMemoryGradientSum.sum_gradients`."""
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in parameters

@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.collective import Collective
+from groupwise.engine.learner.collective import ProcessGroupGradientSum
 from groupwise.engine.learner.engine import Compute, TransformersEngine
 from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.layout import Batch, PackedBatch
@@ -104,11 +104,11 @@ class FsdpEngine:
         self._left = 0
 
 
-class FsdpCollective(Collective):
-    """Like `Collective`, but FSDP has already summed the gradients of divided weights in the backward pass."""
+class FsdpGradientSum(ProcessGroupGradientSum):
+    """Like `ProcessGroupGradientSum`, but FSDP has already summed the gradients of divided weights in the backward pass."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
+        """See `groupwise.engine.learner.replicas.SharedMemoryGradientSum.sum_gradients`."""
         undivided = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if undivided:
             super().sum_gradients(undivided)

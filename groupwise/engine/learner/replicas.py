@@ -1,9 +1,9 @@
 """Adds up the gradients of one run's learners in several processes of this machine, in shared memory.
 
-The processes are forks of one that had made the learner and its `Replicas`. Each computes the gradient of its own rows and writes it into
-its slot in the shared memory. When all have, each adds up all slots in the same order. So all have the same sum to the bit and make the
-same update, and the weights, which are never sent, stay equal. They wait for each other on sockets: these close when a process ends, and
-waiting on them uses no CPU time.
+The processes are forks of one that had made the learner and its `SharedMemoryGradientSum`. Each computes the gradient of its own rows
+and writes it into its slot in the shared memory. When all have, each adds up all slots in the same order. So all have the same sum to the
+bit and make the same update, and the weights, which are never sent, stay equal. They wait for each other on sockets: these close when a
+process ends, and waiting on them uses no CPU time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBER = torch.float32
 
 
 class GradientSum(Protocol):
-    """Adds up the gradients of learners that train the same parameters, given in the same order by all; see `Replicas`."""
+    """Adds up the gradients of learners that train the same parameters, given in the same order by all; see `SharedMemoryGradientSum`."""
 
     @property
     def rank(self) -> int: ...
@@ -32,7 +32,7 @@ class GradientSum(Protocol):
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None: ...
 
 
-class Replicas:
+class SharedMemoryGradientSum:
     """The slots of `count` learners that train the same parameters, given in the same order by all."""
 
     def __init__(self, count: int, parameters: Sequence[nn.Parameter]) -> None:

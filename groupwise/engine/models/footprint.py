@@ -251,16 +251,16 @@ def native_copies(sizes: Sizes, size: int, packed: int) -> int:
 # --- keys and values -----------------------------------------------------------------------------
 
 
-def grown_room(room: int, needed: int) -> int:
+def grown_capacity(room: int, needed: int) -> int:
     """Capacity in tokens of the cache of completion tokens after it grew. It grows by half, because growing copies everything."""
     return multiple(max(needed, room * 3 // 2), GROWTH)
 
 
-def rooms(tokens: int) -> tuple[int, int]:
+def cache_capacities(tokens: int) -> tuple[int, int]:
     """Capacity before and after the last growth of a cache that was filled token by token up to `tokens`."""
     before = after = 0
     while after < tokens:
-        before, after = after, grown_room(after, after + 1)
+        before, after = after, grown_capacity(after, after + 1)
     return before, after
 
 
@@ -268,7 +268,7 @@ def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
     """Bytes on a CPU: keys in float32, values padded to whole vectors. Those of completion tokens exist twice while the cache grows."""
     per_token = sizes.kv_heads * (sizes.head_size * FLOAT + multiple(sizes.head_size, LANES) * size)
     tokens = decoding.completion - 1  # the last token is never an input
-    completions = multiple(decoding.slots, ROWS) * sum(rooms(tokens))
+    completions = multiple(decoding.slots, ROWS) * sum(cache_capacities(tokens))
     prompts = decoding.prompts * multiple(decoding.prompt, STRETCH)
     return sizes.layers * per_token * (completions + prompts)
 

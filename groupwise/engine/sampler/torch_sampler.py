@@ -22,7 +22,7 @@ from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
-from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
+from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
 from groupwise.engine.sampler.queued import (
     DecodeLayout,
     Member,
@@ -145,5 +145,5 @@ def _make_engine(
         return SlotEngine(weights, layout.slots, layout.key_length)
     if model.device.type == "cpu":
         return NativeEngine(model, weights)
-    record = plainly if enforce_eager else cuda_graphs()
+    record = run_eagerly if enforce_eager else cuda_graphs()
     return GraphEngine(model, weights, layout.slots, layout.key_length, record)

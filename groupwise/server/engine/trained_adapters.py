@@ -22,7 +22,7 @@ from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.multi_adapter import ModelParts, Models, NewModel
+from groupwise.engine.distributed.multi_adapter import ModelParts, ModelRegistry, NewModel
 from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import resolve
@@ -66,7 +66,7 @@ class FullFineTuning(UsageError):
 @dataclass(frozen=True, slots=True)
 class _OpenBase:
     base: Base
-    models: Models
+    models: ModelRegistry
     folders: SavedFolders
     vocabulary: int
     longest_row: int
@@ -390,7 +390,7 @@ def _describe_base(
     order: OpenModels,
     config: ModelConfig,
     layout: Layout,
-    models: Models,
+    models: ModelRegistry,
     stop_token_ids: tuple[int, ...],
     room: int,
 ) -> _OpenBase:

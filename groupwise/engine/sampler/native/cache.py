@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.engine.models.footprint import grown_room
+from groupwise.engine.models.footprint import grown_capacity
 from groupwise.engine.models.native.facts import LANES, ROWS, STRETCH, multiple
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import DecodeRow, Prompt
@@ -31,7 +31,7 @@ class NativePrompt(Prompt):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptGroup:
     """Adjacent rows of one prompt."""
 
     prompt: NativePrompt
@@ -39,13 +39,13 @@ class Group:
     end: int
 
 
-def groups(rows: Sequence[DecodeRow]) -> Iterator[Group]:
+def group_rows(rows: Sequence[DecodeRow]) -> Iterator[PromptGroup]:
     """Yield the groups of adjacent rows with the same prompt, in order."""
     start = 0
     for prompt, members in groupby(rows, key=lambda row: row.prompt):
         end = start + len(list(members))
         assert isinstance(prompt, NativePrompt)
-        yield Group(prompt, start, end)
+        yield PromptGroup(prompt, start, end)
         start = end
 
 
@@ -77,7 +77,7 @@ class CompletionCache:
         if rows <= self.rows and length <= self.length:
             return
         rows = max(self.rows, multiple(rows, ROWS))
-        length = grown_room(self.length, length) if length > self.length else self.length
+        length = grown_capacity(self.length, length) if length > self.length else self.length
         layers, used, blocks, size, _ = self.keys_LBKDS.shape
         heads = rows * self._kv_heads
         keys = self.keys_LBKDS.new_zeros(layers, heads, length // STRETCH, size, STRETCH)

@@ -24,9 +24,9 @@ from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import DecodeRow, Prompt
 from groupwise.engine.sampler.native.cache import (
     CompletionCache,
-    Group,
     NativePrompt,
-    groups,
+    PromptGroup,
+    group_rows,
     in_blocks,
     with_room,
 )
@@ -82,7 +82,11 @@ class NativeEngine:
         positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding])
         written_N = torch.tensor([*(row.written for row in rows), *[0] * padding])
         attend = CompiledAttention(
-            model, self._completions, list(groups(rows)), model.rotations(positions_N), written_N
+            model,
+            self._completions,
+            list(group_rows(rows)),
+            model.rotations(positions_N),
+            written_N,
         )
         residual_NH = residual_after_layers(
             model, model.embedded(ids_N), attend, self._few, few=True
@@ -122,7 +126,7 @@ class CompiledAttention:
         self,
         model: NativeModel,
         cache: CompletionCache,
-        groups: Sequence[Group],
+        group_rows: Sequence[PromptGroup],
         rotations_N1C: Tensor,
         written_N: Tensor,
     ) -> None:
@@ -133,7 +137,7 @@ class CompiledAttention:
         self._epsilon = np.float32(model.shape.epsilon)
         self._prompts_N4 = np.zeros((len(written_N), 4), np.int64)
         self._bytes_of_layer_N4 = np.zeros_like(self._prompts_N4)
-        for group in groups:
+        for group in group_rows:
             keys, values = group.prompt.keys_LJKDS, group.prompt.values_LJPD
             rows, blocks = slice(group.start, group.end), keys.shape[2]
             self._prompts_N4[rows] = keys.data_ptr(), values.data_ptr(), group.prompt.length, blocks

@@ -19,7 +19,7 @@ Record = Callable[[Compute], Compute]
 """Turns a computation into its recorded form. Each replay overwrites the previous result."""
 
 
-def plainly(compute: Compute) -> Compute:
+def run_eagerly(compute: Compute) -> Compute:
     """Record nothing: every operation is started each time."""
     return compute
 

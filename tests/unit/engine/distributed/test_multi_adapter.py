@@ -22,7 +22,7 @@ import torch
 from groupwise.algorithms.registry import make
 from groupwise.core.errors import ModelError, UsageError
 from groupwise.core.types import GroupRequest, OptimiserParams, Row, SamplingParams
-from groupwise.engine.distributed.multi_adapter import Models, NewModel
+from groupwise.engine.distributed.multi_adapter import ModelRegistry, NewModel
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.tiny import tiny_model
@@ -62,7 +62,7 @@ def layout_of(config, processes):
     )
 
 
-async def base_of(processes: int, most=4, **settings) -> tuple[build.BaseParts, Models]:
+async def base_of(processes: int, most=4, **settings) -> tuple[build.BaseParts, ModelRegistry]:
     config = config_of(**settings)
     base = await build.start_base(config, layout_of(config, processes))
     return base, build.models_over(base, most)

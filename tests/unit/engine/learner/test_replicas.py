@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from groupwise.engine.learner.replicas import Replicas
+from groupwise.engine.learner.replicas import SharedMemoryGradientSum
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -49,7 +49,7 @@ def forked(replicas, works):
 
 def in_ranks(count, folder, given, updates=1):
     """The gradients that each rank has after each update; `given(rank, update, number)` is what it brings."""
-    replicas = Replicas(count, parameters())
+    replicas = SharedMemoryGradientSum(count, parameters())
 
     def work(rank):
         own, found = parameters(), []
@@ -97,7 +97,7 @@ def test_what_is_not_finite_is_so_for_all(tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_nobody_waits_for_one_that_is_gone(victim):
-    replicas = Replicas(2, parameters())
+    replicas = SharedMemoryGradientSum(2, parameters())
 
     def stays():
         with pytest.raises(ConnectionAbortedError, match="has ended"):

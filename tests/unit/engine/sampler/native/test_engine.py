@@ -29,7 +29,7 @@ from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, Prompt, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
-from groupwise.engine.sampler.native.recording import plainly
+from groupwise.engine.sampler.native.recording import run_eagerly
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
@@ -99,7 +99,7 @@ def engine_of(weights: ServedWeights, kind: str, *, slots: int = 16, key_length:
     if kind == "native":
         return NativeEngine(model, weights)
     return GraphEngine(
-        model, weights, slots, key_length, FakeCudaGraph() if kind == "recorded" else plainly
+        model, weights, slots, key_length, FakeCudaGraph() if kind == "recorded" else run_eagerly
     )
 
 

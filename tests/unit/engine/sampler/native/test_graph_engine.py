@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
-from groupwise.engine.sampler.native.recording import plainly
+from groupwise.engine.sampler.native.recording import run_eagerly
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.fake_cuda_graph import FakeCudaGraph
 from tests.unit.engine.models.native.families import adapted, family, randomised, text
@@ -57,7 +57,7 @@ def test_replays_are_the_plain_computation_to_the_bit(name, dtype):
     weights = ServedModel(family(name, dtype=dtype))
     graph = FakeCudaGraph()
     found = decoded(engine_of(weights, graph), steps=70)
-    assert torch.equal(found, decoded(engine_of(weights, plainly), steps=70))
+    assert torch.equal(found, decoded(engine_of(weights, run_eagerly), steps=70))
     assert found.isfinite().all()
     assert (graph.recordings, graph.replays) == (1, 70), "on each row's first page, and beyond"
 
@@ -73,7 +73,7 @@ def test_a_new_adapter_is_taken_in_place_and_recordings_stay():
         with torch.inference_mode():
             engine.refresh()
         after = decoded(engine)
-        assert torch.equal(after, decoded(engine_of(weights, plainly)))
+        assert torch.equal(after, decoded(engine_of(weights, run_eagerly)))
         assert not torch.equal(after, before)
         before = after
     assert graph.recordings == 1
@@ -87,7 +87,7 @@ def test_an_adapter_of_another_shape_makes_new_recordings():
     larger = served_adapter(rank=6)
     weights.factors = larger.factors
     engine.refresh()
-    assert torch.equal(decoded(engine), decoded(engine_of(larger, plainly)))
+    assert torch.equal(decoded(engine), decoded(engine_of(larger, run_eagerly)))
     assert graph.recordings == 2
 
 
@@ -104,7 +104,7 @@ def test_new_weights_of_a_whole_model_make_new_recordings():
     after = decoded(engine)
     assert graph.recordings == 2
     assert not torch.equal(after, before)
-    assert torch.equal(after, decoded(engine_of(weights, plainly)))
+    assert torch.equal(after, decoded(engine_of(weights, run_eagerly)))
 
 
 def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
