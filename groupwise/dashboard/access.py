@@ -89,7 +89,7 @@ class AccessControl:
         self._signed_out[cookie] = None
         # Remove the oldest, not the expired ones: if the clock is set back, an expired cookie would become valid again.
         while len(self._signed_out) > MAX_SIGNED_OUT:
-            del self._signed_out[next(iter(self._left))]
+            del self._signed_out[next(iter(self._signed_out))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
         """True if the visitor is shown controls that change something and need a key of this role."""
