@@ -50,10 +50,10 @@ class AccessControl:
         keys: Keyring | None,
         clock: Callable[[], float] = time.time,
         *,
-        acts: bool = False,
+        allow_actions: bool = False,
     ) -> None:
-        """`acts`: True if the dashboard may change anything."""
-        self._keys, self._clock, self._acts = keys, clock, acts
+        """`allow_actions`: True if the dashboard may change anything."""
+        self._keys, self._clock, self._allow_actions = keys, clock, allow_actions
         self._form_token = secrets.token_hex(32)
         self._attempts = TokenBuckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
         self._signed_out: dict[str, None] = {}
@@ -89,11 +89,11 @@ class AccessControl:
         self._signed_out[cookie] = None
         # Remove the oldest, not the expired ones: if the clock is set back, an expired cookie would become valid again.
         while len(self._signed_out) > MAX_SIGNED_OUT:
-            del self._signed_out[next(iter(self._left))]
+            del self._signed_out[next(iter(self._signed_out))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
         """True if the visitor is shown controls that change something and need a key of this role."""
-        return self._acts and visitor.caller.role >= role
+        return self._allow_actions and visitor.caller.role >= role
 
     def expect_actor(
         self, visitor: Visitor, headers: Mapping[str, str], token: str, role: Role = Role.ACT
@@ -108,7 +108,7 @@ class AccessControl:
                 "This was not sent by a page of this dashboard, or by one that is out of date. Load the page anew, and try again. Where "
                 "that does not help, a proxy in front changes the host's name: it has to pass it on (nginx: proxy_set_header Host $host).",
             )
-        if not self._acts:
+        if not self._allow_actions:
             raise Refusal(
                 "forbidden",
                 "This dashboard only shows. Its operator may start it with --allow-actions.",

@@ -83,7 +83,7 @@ def serve(
     if settings.runs.exists() and not settings.runs.is_dir():
         raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)
-    access = AccessControl(keys_of(settings, plain), acts=settings.allow_actions)
+    access = AccessControl(keys_of(settings, plain), allow_actions=settings.allow_actions)
     context = DashboardContext(RunsIndex(settings.runs), access, fleet, server)
     with bind(settings.host, settings.port) as listening:
         return asyncio.run(_serve_context(context, settings, listening, say))

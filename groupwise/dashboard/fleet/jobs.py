@@ -94,21 +94,21 @@ def job(visit: Visit) -> Page:
     document = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
     attempts = document["attempts"]
     require_attempt(name, query.epoch, [attempt["epoch"] for attempt in attempts])
-    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=query.epoch, tail=TAIL))
-    if query.epoch not in (None, part.epoch):  # it wrote nothing; the next log is of another
-        part = LogPart(b"", query.epoch, 0, part.ended)
+    log_part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=query.epoch, tail=TAIL))
+    if query.epoch not in (None, log_part.epoch):  # it wrote nothing; the next log is of another
+        log_part = LogPart(b"", query.epoch, 0, log_part.ended)
     ended = document["status"] in FINAL
     follows = not ended and query.epoch is None
     now = fleet_of(visit).status()["time"]
-    data_shown = complete_characters(part.data) if follows else part.data
+    data_shown = complete_characters(log_part.data) if follows else log_part.data
     data = {
         "job": document,
         "command": shlex.join(document["arguments"] or ()),
         "ran": run_seconds(document, now),
         "log": data_shown.decode("utf-8", "replace")[-TEXT_LIMIT:],
-        "epoch": part.epoch,
-        "attempt": attempt_names(attempts).get(part.epoch or 0),
-        "offset": part.offset - len(part.data) + len(data_shown),
+        "epoch": log_part.epoch,
+        "attempt": attempt_names(attempts).get(log_part.epoch or 0),
+        "offset": log_part.offset - len(log_part.data) + len(data_shown),
         "follows": follows,
         "timeline": timeline(attempts, now),
         "axis": axis(attempts, now),
@@ -121,9 +121,9 @@ def run_seconds(job: Document, now: float) -> float | None:
     """Seconds from the job's start until its end, or until now; None if it has not started."""
     if job["start_time"] is None:
         return None
-    started = datetime.fromisoformat(job["start_time"]).timestamp()
-    ended = job["end_time"] and datetime.fromisoformat(job["end_time"]).timestamp()
-    return max(0.0, (ended or now) - started)
+    start = datetime.fromisoformat(job["start_time"]).timestamp()
+    end = job["end_time"] and datetime.fromisoformat(job["end_time"]).timestamp()
+    return max(0.0, (end or now) - start)
 
 
 def log(visit: Visit) -> Response:
@@ -132,19 +132,19 @@ def log(visit: Visit) -> Response:
     epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
     require_attempt(name, query.epoch, epochs)
     epoch = query.epoch or max(epochs, default=None)
-    part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=query.offset))
-    data = part.data if part.ended else complete_characters(part.data)
+    log_part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=query.offset))
+    data = log_part.data if log_part.ended else complete_characters(log_part.data)
     attempt = None
-    if part.epoch != query.epoch:  # the reader may not know its epoch yet
+    if log_part.epoch != query.epoch:  # the reader may not know its epoch yet
         attempts = fleet_of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
-        attempt = attempt_names(attempts).get(part.epoch or 0)
+        attempt = attempt_names(attempts).get(log_part.epoch or 0)
     return JSONResponse(
         {
             "text": text(data.decode("utf-8", "replace"), len(data)),
-            "epoch": part.epoch,
+            "epoch": log_part.epoch,
             "attempt": attempt,
-            "offset": part.offset - len(part.data) + len(data),
-            "ended": part.ended,
+            "offset": log_part.offset - len(log_part.data) + len(data),
+            "ended": log_part.ended,
         }
     )
 
@@ -257,8 +257,8 @@ def span(attempts: list[Document], now: float) -> list[float]:
     """Start of the first attempt and end of the last one (or now), in seconds since 1970; empty if there are no attempts."""
     if not attempts:
         return []
-    begin = min(attempt["created_at"] for attempt in attempts)
-    return [begin, max(begin, *(attempt["ended_at"] or now for attempt in attempts))]
+    start = min(attempt["created_at"] for attempt in attempts)
+    return [start, max(start, *(attempt["ended_at"] or now for attempt in attempts))]
 
 
 def axis(attempts: list[Document], now: float) -> list[str]:
@@ -271,8 +271,8 @@ def timeline(attempts: list[Document], now: float) -> list[Document]:
     """Bars of all attempts over their time span, each divided into waiting and running."""
     if not attempts:
         return []
-    begin, end = span(attempts, now)
-    scale = WIDTH / max(end - begin, 1e-9)
+    start, end = span(attempts, now)
+    scale = WIDTH / max(end - start, 1e-9)
     names = attempt_names(attempts)
 
     def bar(attempt: Document) -> Document:
@@ -281,9 +281,9 @@ def timeline(attempts: list[Document], now: float) -> list[Document]:
         return {
             "name": names[attempt["epoch"]],
             "outcome": attempt["outcome"] or attempt["state"],
-            "x": (attempt["created_at"] - begin) * scale,
+            "x": (attempt["created_at"] - start) * scale,
             "waits": max(1.0, (runs - attempt["created_at"]) * scale),
-            "runs_at": (runs - begin) * scale,
+            "runs_at": (runs - start) * scale,
             "runs": max(1.0, (ended - runs) * scale),
             "seconds": ended - attempt["created_at"],
         }

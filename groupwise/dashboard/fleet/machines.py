@@ -70,13 +70,13 @@ def machine(visit: Visit) -> Page:
     running = fleet_of(visit).ask(
         lambda fleet: fleet.jobs(vm=name, status=[JobStatus.RUNNING.value], limit=MOST_RUNNING)
     )
-    others = fleet_of(visit).ask(
+    other_jobs = fleet_of(visit).ask(
         lambda fleet: fleet.jobs(vm=name, status=list(NOT_RUNNING), limit=MOST_OTHERS)
     )
     data = {
         "machine": describe_machine(document),
         "running": running,
-        "others": others,
+        "others": other_jobs,
         "actions": offered_buttons(ACTIONS, DRAINING if document["draining"] else TAKING),
     }
     return Page("machine.html", data, live=LIVE)

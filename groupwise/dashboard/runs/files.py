@@ -106,14 +106,14 @@ class ClosingStream(StreamingResponse):
             await asyncio.shield(asyncio.to_thread(self._chunks.close))
 
 
-def _weights_folder(run: Path, where: str) -> Path:
+def _weights_folder(run: Path, name: str) -> Path:
     """The folder of `final` or `step-N` in the run's folder. Raises RunNotFoundError."""
-    is_step = where.startswith("step-") and where.removeprefix("step-").isdecimal()
-    if where == FINAL or (is_step and len(where) < 30):
-        folder = run / FINAL if where == FINAL else run / CHECKPOINTS / where
+    is_step = name.startswith("step-") and name.removeprefix("step-").isdecimal()
+    if name == FINAL or (is_step and len(name) < 30):
+        folder = run / FINAL if name == FINAL else run / CHECKPOINTS / name
         if folder.is_dir() and folder.resolve().is_relative_to(run.resolve()):
             return folder
-    raise RunNotFoundError(f"{run.name} has no weights called {where[:40]!r}.")
+    raise RunNotFoundError(f"{run.name} has no weights called {name[:40]!r}.")
 
 
 def _header_safe(name: str) -> str:

@@ -146,10 +146,10 @@ def _folder_size(folder: Path) -> int | None:
 def _log_tail(file: Path) -> str:
     """The last complete lines of a log, or the end of the last line if that is very long. Empty if there is no log."""
     with suppress(OSError), file.open("rb") as log:
-        begin = max(0, file.stat().st_size - LOG_BYTES)
-        log.seek(begin)
+        offset = max(0, file.stat().st_size - LOG_BYTES)
+        log.seek(offset)
         data = log.read()
-        whole_lines = data.partition(b"\n")[2] if begin else data
+        whole_lines = data.partition(b"\n")[2] if offset else data
         return (whole_lines or data).decode("utf-8", "replace")
     return ""
 

@@ -228,7 +228,7 @@ def rollout(visit: Visit) -> Page:
     pages = max(1, -(-count // TOKENS))
     if page > pages:
         raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
-    first = (page - 1) * TOKENS
+    first_token = (page - 1) * TOKENS
     data = {
         **run_header(visit, path),
         "rollout": {**asdict(view), "prompt": prompt, "completion": rollout_record.completion},
@@ -236,8 +236,14 @@ def rollout(visit: Visit) -> Page:
         "columns": full_group.example.columns,
         "notes": rollout_record.notes,
         "messages": rollout_record.messages,
-        "segments": segments_of(rollout_record, tokenizer_of(path), first, TOKENS) if count else [],
-        "tokens": {"first": first + 1, "last": min(count, first + TOKENS), "all": count},
+        "segments": segments_of(rollout_record, tokenizer_of(path), first_token, TOKENS)
+        if count
+        else [],
+        "tokens": {
+            "first": first_token + 1,
+            "last": min(count, first_token + TOKENS),
+            "all": count,
+        },
         "page": page,
         "pages": pages,
         "version": rollout_record.segments[0].policy_version if rollout_record.segments else None,

@@ -143,31 +143,31 @@ def segments_of(
 ) -> list[dict[str, Any]]:
     """The segments after the prompt, token by token: `most` tokens starting at index `first`, by default all."""
     segments: list[dict[str, Any]] = []
-    begin, end = first, math.inf if most is None else first + most
+    start, end = first, math.inf if most is None else first + most
     for segment in rollout.segments:
         size = len(segment.token_ids)
-        if end > 0 and (begin < size or not size):
+        if end > 0 and (start < size or not size):
             segments.append(
                 {
                     "source": segment.source,
                     "version": segment.policy_version,
                     "finish": segment.finish_reason,
-                    "tokens": _token_rows(segment, reader, max(0, begin), int(min(end, size))),
+                    "tokens": _token_rows(segment, reader, max(0, start), int(min(end, size))),
                 }
             )
-        begin, end = begin - size, end - size
+        start, end = start - size, end - size
     return segments
 
 
 def _token_rows(
-    segment: Segment, reader: TokenReader, first: int, end: int
+    segment: Segment, reader: TokenReader, start: int, end: int
 ) -> list[dict[str, Any]]:
-    ids = segment.token_ids[first:end]
-    before = segment.token_ids[max(0, first - BEFORE) : first]
+    ids = segment.token_ids[start:end]
+    before = segment.token_ids[max(0, start - BEFORE) : start]
     after = segment.token_ids[end : end + AFTER]
     texts = reader.pieces([*before, *ids, *after])[len(before) : len(before) + len(ids)]
     sampled, learnt = (
-        logprobs[first:end] if logprobs is not None else [None] * len(ids)
+        logprobs[start:end] if logprobs is not None else [None] * len(ids)
         for logprobs in (segment.sampling_logprobs, segment.learner_logprobs)
     )
     return [

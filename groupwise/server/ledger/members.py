@@ -211,14 +211,14 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
 
     Call this before `expire_overdue`, which ends groups without rewards.
     """
-    overdue = transaction.all(
+    group_ids = transaction.all(
         """SELECT DISTINCT groups.id FROM groups JOIN member_rewards ON member_rewards.id = groups.id
         JOIN runs ON runs.run = groups.run
         WHERE groups.state = 'open' AND lease_end <= ? AND runs.state = 'active'""",
         (transaction.uptime,),
     )
     groups: list[GroupRow] = []
-    for (group,) in overdue:
+    for (group,) in group_ids:
         # `accept_rewards` refuses a group whose lease has expired.
         lease_end = transaction.uptime + GRACE
         transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))

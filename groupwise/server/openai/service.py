@@ -181,19 +181,19 @@ class OpenAIService:
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
         work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
-        started = False
+        has_started = False
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
                 texts = [streamable_text(text, ask) for text in await progress.texts()]
-                if any(texts) and not started:
-                    started = True
+                if any(texts) and not has_started:
+                    has_started = True
                     yield StreamStarted(progress.id)
                 for delta in _text_deltas(texts_sent, texts):
                     yield delta
             completed = work.result().completed
             assert completed is not None, "it does not name itself"
-            if not started:
+            if not has_started:
                 yield StreamStarted(completed.id)
             for delta in _text_deltas(texts_sent, [choice.text for choice in completed.choices]):
                 yield delta
@@ -257,13 +257,13 @@ class OpenAIService:
         finally:
             self._sampling -= completions
         rollouts = [rollout for sample in samples for rollout in sample.group.rollouts]
-        first = samples[0]
+        first_sample = samples[0]
         completed = Completed(
             id=progress.id,
             group=None,
             run=conductor.status.run,
-            step=first.step,
-            fingerprint=first.fingerprint,
+            step=first_sample.step,
+            fingerprint=first_sample.fingerprint,
             created=time.time(),
             prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
             choices=tuple(await self._write_choices(ask, rollouts, conductor)),

@@ -64,18 +64,18 @@ async def stream_slot(context: Context, last_event_id: LastEventId = None) -> As
 
 
 async def events(
-    context: Context, after: Annotated[int, Depends(stream_slot)]
+    context: Context, last_id: Annotated[int, Depends(stream_slot)]
 ) -> AsyncGenerator[ServerSentEvent]:
     """Stream events from now on, or after `Last-Event-ID`; each has an id, a kind, and data as in `EventData`."""
     service, serving = context.service, context.serving
     yield ServerSentEvent(comment="events follow", retry=RECONNECT)
     while not serving.ending.is_set():
-        for event in await service.events(after, AT_ONCE):
+        for event in await service.events(last_id, AT_ONCE):
             yield ServerSentEvent(
                 raw_data=event.model_dump_json(), event=event.kind, id=str(event.id)
             )
-            after = event.id
-        await _wait_for_event(serving, after)
+            last_id = event.id
+        await _wait_for_event(serving, last_id)
 
 
 async def _wait_for_event(serving: Serving, last_id: int) -> None:

@@ -64,11 +64,11 @@ class Checkpoints:
         """Path of the run's newest state on disk; an active run is saved first."""
         conductor = self._active_run.conductor
         if conductor is not None and conductor.phase not in ENDED:
-            saved = await await_engine(
+            checkpoint = await await_engine(
                 conductor.engine.save(), conductor, self._active_run.config.sampling_time_limit
             )
-            await self._ledger.do(steps.note_checkpoint, row.run, saved.step)
-            return Path(saved.path)
+            await self._ledger.do(steps.note_checkpoint, row.run, checkpoint.step)
+            return Path(checkpoint.path)
         automatic = self._named.automatic(row)
         if not automatic:
             raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")

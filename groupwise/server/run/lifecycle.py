@@ -249,8 +249,8 @@ class RunLifecycle:
                 return StopAnswer()
             return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
-    async def _stop_run(self, conductor: Conductor, why: StopReason) -> None:
-        await conductor.end(why, self._config.step_time_limit)
+    async def _stop_run(self, conductor: Conductor, reason: StopReason) -> None:
+        await conductor.end(reason, self._config.step_time_limit)
         self._active_run.changed.notify()
 
 

@@ -85,24 +85,24 @@ class Versions:
 
     def _saved_weights(self) -> dict[int, WeightsFolder]:
         """Folders by step count: checkpoints, or the final weights in place of the checkpoint at the same step."""
-        named = [
+        named_checkpoints = [
             complete for path in self.named if (complete := _complete_checkpoint(path)) is not None
         ]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
-        saved = {
+        weights_by_step = {
             checkpoint.step: (
                 checkpoint.path,
                 str(checkpoint.extra["position"]["policy"]["fingerprint"]),
             )
-            for checkpoint in (*named, *automatic)
+            for checkpoint in (*named_checkpoints, *automatic)
             if "position" in checkpoint.extra
         }
         final = self.folder / FINAL
-        if saved and final.is_dir() and (self.folder / RECORD).is_file():
+        if weights_by_step and final.is_dir() and (self.folder / RECORD).is_file():
             step = find.final_step(self.folder)
-            if step in saved:
-                saved[step] = (final, saved[step][1])
-        return saved
+            if step in weights_by_step:
+                weights_by_step[step] = (final, weights_by_step[step][1])
+        return weights_by_step
 
     def _open_version(self, step: int, folder: Path, fingerprint: str) -> OpenVersion:
         from groupwise.engine.models.card import (

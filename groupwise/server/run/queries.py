@@ -91,11 +91,11 @@ class Queries:
         if version is None or version == LATEST or version.isdecimal():
             return latest, version
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
-        saved = await asyncio.to_thread(
+        checkpoint = await asyncio.to_thread(
             NamedCheckpoints(self._active_run.config.folder).find, version
         )
-        if saved is not None and saved.run in rows:
-            return rows[saved.run], str(saved.step)
+        if checkpoint is not None and checkpoint.run in rows:
+            return rows[checkpoint.run], str(checkpoint.step)
         return rows.get(version.rpartition("@")[0], latest), version
 
     async def tokenizer(self) -> TokenizerAnswer:

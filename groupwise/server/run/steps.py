@@ -44,8 +44,8 @@ def count_traffic(transaction: Transaction, run: str) -> Traffic:
 
 def next_step(transaction: Transaction, run: str) -> int:
     """Index of the next step: the number of trained steps."""
-    last = plans.last_trained_step(transaction, run)
-    return 0 if last is None else last + 1
+    last_step = plans.last_trained_step(transaction, run)
+    return 0 if last_step is None else last_step + 1
 
 
 def pending_plan(transaction: Transaction, run: str) -> PlanRow | None:

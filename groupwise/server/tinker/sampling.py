@@ -81,8 +81,8 @@ class SamplingCalls:
         async def work() -> Outcome:
             order = _sample_order(body, await self._engine.base(sampler.base))
             result = await self._engine.sample(weights, order)
-            length, last = len(order.prompt_ids), body.prompt_logprobs_last_n
-            return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last))
+            length, last_n = len(order.prompt_ids), body.prompt_logprobs_last_n
+            return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last_n))
 
         id = self._futures.add(key, digest, kind, content)
         self._futures.start(id, work)
@@ -99,10 +99,10 @@ def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
         raise UsageError(
             f"The prompt has {len(prompt)} tokens and max_tokens is {settings.max_tokens}; together they may have {base.longest}."
         )
-    last = body.prompt_logprobs_last_n
-    if last is not None and not (body.prompt_logprobs and last < len(prompt)):
+    last_n = body.prompt_logprobs_last_n
+    if last_n is not None and not (body.prompt_logprobs and last_n < len(prompt)):
         raise UsageError(
-            f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
+            f"prompt_logprobs_last_n is {last_n}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
         )
     return VerbSample(
         prompt,

@@ -114,9 +114,9 @@ class SessionRegistry:
 
     async def finish(self, session: str) -> None:
         """End a session and release its models. Repeating it is harmless."""
-        ended = self._sessions.pop(session, None)
+        session_state = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
-        for id in sorted(ended.models) if ended is not None else ():
+        for id in sorted(session_state.models) if session_state is not None else ():
             model = self.models.pop(id)
             await model.queue.close()
             for stored in model.ephemeral:
@@ -124,7 +124,7 @@ class SessionRegistry:
             await self._engine.drop(id)
         for id in [id for id in self._samplers if id.startswith(f"{session}:")]:
             del self._samplers[id]
-        if ended is not None:
+        if session_state is not None:
             await self._ledger.do_when_writable(calls.end_session, session)
             self._sessions.pop(
                 session, None

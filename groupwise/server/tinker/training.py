@@ -168,7 +168,7 @@ class TrainingCalls:
         """Queue loading a saved state into an existing model, or into a new one created for it."""
         stored = stored_at(body.path)
         if body.session_id is not None and body.model_seq_id is not None:
-            new = self._registry.new_model(body.session_id, body.model_seq_id)
+            new_model = self._registry.new_model(body.session_id, body.model_seq_id)
 
             async def make() -> Outcome:
                 spec = await self._engine.saved(stored)
@@ -176,10 +176,10 @@ class TrainingCalls:
                     raise UsageError(
                         f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
                     )
-                await self._create(new, spec)
-                return await self._load_weights(new, body, 0, stored)
+                await self._create(new_model, spec)
+                return await self._load_weights(new_model, body, 0, stored)
 
-            return new.id, new.queue.submit(0, content_of(body), make, kind_of(body))
+            return new_model.id, new_model.queue.submit(0, content_of(body), make, kind_of(body))
         if body.model_id is None or body.seq_id is None:
             raise UsageError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id."

@@ -37,7 +37,7 @@ def shown(
     runs: Path, keys: Keyring | None = None, fleet: LocalFleet | None = None
 ) -> Iterator[str]:
     watched = None if fleet is None else WatchedFleet(fleet)
-    place = DashboardContext(RunsIndex(runs), AccessControl(keys, acts=True), watched)
+    place = DashboardContext(RunsIndex(runs), AccessControl(keys, allow_actions=True), watched)
     with (
         nullcontext() if watched is None else ending(watched),
         listening(make_app(place)) as address,

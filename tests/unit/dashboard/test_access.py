@@ -105,7 +105,7 @@ def test_without_keys_only_this_machine_is_answered() -> None:
 
 def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() -> None:
     key = new_key(Role.ACT)
-    door = AccessControl(ring(key), acts=True)
+    door = AccessControl(ring(key), allow_actions=True)
     visitor = door.visitor(HERE, door.admit(key.key, "a"))
     assert visitor is not None
     here, elsewhere = {"origin": "http://127.0.0.1:8080"}, {"origin": "https://gw.example.org"}

@@ -60,7 +60,7 @@ def client_of(
 ) -> httpx2.AsyncClient:
     place = DashboardContext(
         RunsIndex(runs),
-        AccessControl(keys, acts=acts),
+        AccessControl(keys, allow_actions=acts),
         None if fleet is None else WatchedFleet(fleet),
     )
     transport = httpx2.ASGITransport(make_app(place))
