@@ -1,9 +1,9 @@
 """The client for a fleet whose database is on this machine. Requests go to the FastAPI application in the same process.
 
 No server has to run. A command is written once, and each route, refusal and document has one implementation. The application opens the
-fleet's database and folder, and rings its doorbell (`notify/base.py`), which wakes a dispatcher, when a job may be able to start. Its caller is the user of the
-terminal, who may do everything. This includes adding a machine that is reached without SSH or whose host key is already verified, which
-keys of the API may not do.
+fleet's database and folder. When a job may be able to start, it rings the fleet's doorbell (`notify/base.py`), which wakes a dispatcher.
+Its caller is the user of the terminal, who may do everything. This includes adding a machine that is reached without SSH or whose host key
+is already verified, which keys of the API may not do.
 """
 
 from __future__ import annotations
