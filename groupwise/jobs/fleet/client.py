@@ -580,7 +580,7 @@ class FleetClient:
         return self._send_request(method, path, **options).json()
 
     def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
-        """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
+        """`_request_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
         hurried = "content" not in options  # sending an upload may take long
         return self.patience.ask(
             lambda: self._request_json(method, path, hurried=hurried, **options)

@@ -80,7 +80,7 @@ class Bell(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class Intervals:
     """Intervals in seconds. Tests use shorter ones."""
 
     lease: float = LEASE
@@ -118,7 +118,7 @@ class Parts:
 class Tuning:
     """Intervals, limits and clocks of a dispatcher."""
 
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    rhythm: Intervals = field(default_factory=Intervals)
     pauses: Pauses = field(default_factory=Pauses)
     watch_pauses: WatchPauses = field(default_factory=WatchPauses)
     chance: random.Random = field(default_factory=random.Random)
