@@ -39,18 +39,18 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._alias_params: list[Any] = []
+        self.alias_params: list[Any] = []
         for param in self.params:
             names = [name for name in param.opts if name.startswith("--")]
             if len(names) > 1:
                 alias = copy(param)
                 alias.opts, alias.secondary_opts = names[1:], []
                 param.opts = [name for name in param.opts if name not in alias.opts]
-                self._alias_params.append(alias)
+                self.alias_params.append(alias)
 
     def make_parser(self, ctx: Any) -> Any:
         parser = super().make_parser(ctx)
-        for alias in self._alias_params:
+        for alias in self.alias_params:
             alias.add_to_parser(parser, ctx)
         return parser
 
