@@ -824,7 +824,9 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     learner = _build_learner(
         config, layout, learner_weights, run, folder, config.training.seed, replicas
     )
-    return WorkerState(layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas)
+    return WorkerState(
+        layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas
+    )
 
 
 def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:

@@ -202,7 +202,9 @@ def _held_out_facts(
 def warnings_of(prepared: RlPrepared) -> list[str]:
     """Warnings about prompts, rewards and this machine, before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
-    unfilled = rubric.unfilled_arguments([example.columns for example in examples]) if rubric else []
+    unfilled = (
+        rubric.unfilled_arguments([example.columns for example in examples]) if rubric else []
+    )
     overlap = None
     held_out_set = prepared.held_out_prompts
     if held_out_set is not None:
