@@ -399,7 +399,7 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
 
 def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
-    from groupwise.api.openai_client.waiting import Timing
+    from groupwise.core.retry import Timing
     from groupwise.engine.sampler.vllm.adapters import Shared
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers

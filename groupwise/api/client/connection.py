@@ -27,10 +27,11 @@ from groupwise.api.client.errors import (
     refused_error,
 )
 from groupwise.api.openai_client.response_parsing import excerpt
-from groupwise.api.openai_client.waiting import Timing, retry_after
+from groupwise.api.openai_client.waiting import retry_after
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, Problem
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Backoff, Retry, Timing
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Connection:
 
     url: str
     key: str | None = field(default=None, repr=False)
-    patience: float = RETRY_TIMEOUT
+    retry_timeout: float = RETRY_TIMEOUT
     timeout: float = TIMEOUT
     timing: Timing = field(default_factory=Timing, repr=False)
     outage: Outage = field(default_factory=Outage, repr=False, compare=False)
@@ -94,7 +95,7 @@ class Connection:
         cls,
         url: str | None,
         key: str | None,
-        patience: float,
+        retry_timeout: float,
         timeout: float,
         timing: Timing | None,
     ) -> Connection:
@@ -118,10 +119,15 @@ class Connection:
         return cls(
             f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}",
             key or None,
-            patience,
+            retry_timeout,
             timeout,
             timing or Timing(),
         )
+
+    def retry(self, seconds: float | None = None) -> Retry:
+        """The attempts of one call, for `retry_timeout` or so many seconds. All pauses but a `Retry-After` may be short (full jitter)."""
+        backoff = Backoff(FIRST, LONGEST, self.timing.chance, low=0.0)
+        return Retry(self.retry_timeout if seconds is None else seconds, backoff, self.timing.clock)
 
     @property
     def http_options(self) -> dict[str, Any]:
@@ -132,34 +138,6 @@ class Connection:
             # Calls that wait at the server for minutes must not prevent others from being sent.
             "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         }
-
-
-class Patience:
-    """The remaining retry time of a call, and the waits between its attempts."""
-
-    def __init__(self, seconds: float, timing: Timing) -> None:
-        self._seconds = seconds
-        self._timing = timing
-        self.renew()
-
-    def renew(self) -> None:
-        """Restore the full retry time and the shortest wait, because data arrived."""
-        self._began = self._timing.clock()
-        self._failures = 0
-
-    @property
-    def left(self) -> float:
-        """Seconds in which another attempt may start."""
-        return self._seconds - (self._timing.clock() - self._began)
-
-    def wait(self, error: ClientError) -> float:
-        """Seconds until the next attempt; raises the error if the retry time would be over by then."""
-        bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
-        self._failures += 1
-        wait = (error.retry_after or 0.0) + bound * self._timing.chance()
-        if wait > self.left:
-            raise error
-        return wait
 
 
 def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:

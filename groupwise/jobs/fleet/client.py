@@ -42,10 +42,10 @@ from groupwise.api.schemas.fleet import (
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
-from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
-from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
+from groupwise.jobs.fleet.retry import ASK_ON, AwayError, RetryPolicy, is_passing
 from groupwise.jobs.fleet.text_validation import require_passable
 from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
 from groupwise.jobs.hosts.spec import FileEntry
@@ -99,16 +99,16 @@ class FleetClient:
         *,
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
-        patience: float = ASK_ON,
+        retry_timeout: float = ASK_ON,
         tell: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
-        `patience`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A file
-        that another client is uploading too may make no progress for that long. `tell` is called when the fleet stops answering, when it
-        answers again, and when an answer is late; without it these messages are logged as warnings.
+        `retry_timeout`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A
+        file that another client is uploading too may make no progress for that long. `tell` is called when the fleet stops answering, when
+        it answers again, and when an answer is late; without it these messages are logged as warnings.
         """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
@@ -116,7 +116,7 @@ class FleetClient:
         self.url = url.rstrip("/")
         self._sleep, self._clock = sleep, clock
         self._tell = log.warning if tell is None else tell
-        self.patience = Patience(patience, tell=self._tell, sleep=sleep, clock=clock)
+        self.retry_policy = RetryPolicy(retry_timeout, tell=self._tell, sleep=sleep, clock=clock)
         self._timeout = timeout
         self._is_slow = False
         """True if the last answer was late: the next request gets its full time at once."""
@@ -262,7 +262,7 @@ class FleetClient:
         """Wait until the job has ended, and return it."""
         for _ in self.follow(job_id):
             pass
-        return self.patience.ask(lambda: self.show(job_id))
+        return self.retry_policy.ask(lambda: self.show(job_id))
 
     # Bytes
 
@@ -298,7 +298,7 @@ class FleetClient:
             more = partial(
                 self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
             )
-            part = self.patience.ask(more)
+            part = self.retry_policy.ask(more)
             if part.epoch is not None:
                 epoch, offset = part.epoch, part.offset
             if part.data:
@@ -349,7 +349,7 @@ class FleetClient:
                     now = self._while_others_send(sha256, size, now, more)
                 if now != here:
                     here, since = now, self._clock()
-                elif self._clock() - since > self.patience.seconds + size / SLOWEST_DISK:
+                elif self._clock() - since > self.retry_policy.seconds + size / SLOWEST_DISK:
                     raise Refusal(
                         FILE_BUSY,
                         f"{path}: another client sends the same file, of which {here} of {size} bytes are there; for minutes no more has "
@@ -422,7 +422,7 @@ class FleetClient:
 
     def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
-        failures, silence = 0, self.patience.silence()
+        failures, silence = 0, self.retry_policy.silence()
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
@@ -558,7 +558,7 @@ class FleetClient:
     def _patiently(self, method: str, path: str, **more: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
         hurried = "content" not in more  # sending an upload may take long
-        return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **more))
+        return self.retry_policy.ask(lambda: self._json(method, path, hurried=hurried, **more))
 
     def _answer(
         self,
@@ -603,6 +603,8 @@ class FleetClient:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # an upload must first ask how much of the file has arrived
                 least = refusal.retry_after or 0.0
+                if least > self.retry_policy.seconds:
+                    raise
             self._sleep(backoff.next(least))
         return self._once(request, method, path, soon=False, wait=wait)
 

@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from groupwise.core.errors import RunError
+from groupwise.core.retry import doubled
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import observation
@@ -39,33 +39,9 @@ from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 from groupwise.jobs.hosts.keys import HostKey, parse
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
-from groupwise.jobs.hosts.ssh import Patience
+from groupwise.jobs.hosts.ssh import SshTimeouts
 
 logger = logging.getLogger(__name__)
-
-
-class Clock(Protocol):
-    """Source of time for the poller; tests use a fake one."""
-
-    def now(self) -> float:
-        """Seconds from an arbitrary start; never runs backwards."""
-        ...
-
-    async def pause(self, seconds: float, until: asyncio.Event) -> None:
-        """Return after `seconds`, or when the event is set."""
-        ...
-
-
-class RealClock:
-    """The machine's monotonic clock."""
-
-    def now(self) -> float:
-        """See `Clock`."""
-        return time.monotonic()
-
-    async def pause(self, seconds: float, until: asyncio.Event) -> None:
-        """See `Clock`."""
-        await wait_at_most(seconds, until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +71,8 @@ class Pace:
 
     def after(self, misses: int) -> float:
         """Seconds from the start of one poll to the next, after that many polls in a row without an answer."""
-        further = max(0, misses - observation.MISSES + 1)
-        return min(self.interval * 2.0 ** min(further, 16), max(self.longest, self.interval))
+        further = misses - observation.MISSES + 2
+        return doubled(self.interval, further, max(self.longest, self.interval))
 
 
 @dataclass(slots=True, eq=False)
@@ -125,16 +101,14 @@ class Poller:
         trust_on_first_use: bool = False,
         reach: Callable[[Machine], Host] | None = None,
         read_key: Callable[[Machine], Awaitable[HostKey]] = shown_key,
-        clock: Clock | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self._database = database
         self._pace = pace or Pace()
         self._trust = trust_on_first_use
-        patience = Patience(connect=self._pace.connect)
-        self._reach = reach or partial(host_of, patience=patience)
+        timeouts = SshTimeouts(connect=self._pace.connect)
+        self._reach = reach or partial(host_of, timeouts=timeouts)
         self._read_key = read_key
-        self._clock = clock or RealClock()
         self._chance = chance or random.Random()
         self._places = {
             True: asyncio.Semaphore(self._pace.at_once),
@@ -156,7 +130,7 @@ class Poller:
         listing = asyncio.create_task(self._keep_listing())
         try:
             while True:
-                now = self._clock.now()
+                now = time.monotonic()
                 while self._queue and self._queue[0][0] <= now:
                     due, vm_id = heapq.heappop(self._queue)
                     watched = self._watched.get(vm_id)
@@ -166,9 +140,9 @@ class Poller:
                         )
                         watched.look = asyncio.create_task(self._look(watched))
                 self._stirred.clear()
-                pause = self._queue[0][0] - self._clock.now() if self._queue else self._pace.listed
+                pause = self._queue[0][0] - time.monotonic() if self._queue else self._pace.listed
                 if pause > 0:
-                    await self._clock.pause(pause, self._stirred)
+                    await wait_at_most(pause, self._stirred)
                 else:
                     await asyncio.sleep(0)
         finally:
@@ -181,11 +155,11 @@ class Poller:
         first = True
         while True:
             try:
-                before = self._clock.now()
+                before = time.monotonic()
                 now, machines, barred = await self._database.read_in_thread(
                     lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
                 )
-                self._ahead = now - (before + self._clock.now()) / 2
+                self._ahead = now - (before + time.monotonic()) / 2
                 await self._take_list(machines, first)
                 for vm_id, watched in self._watched.items():
                     watched.barred = vm_id in barred
@@ -194,7 +168,7 @@ class Poller:
                 self._complain(error)
             except Exception:  # one failed read of the list must not be the last
                 logger.exception("the list of machines cannot be read")
-            await self._clock.pause(self._pace.listed, self._never)
+            await wait_at_most(self._pace.listed, self._never)
 
     async def _take_list(self, machines: list[Machine], first: bool) -> None:
         """Take over a new list of machines. New ones are polled at once; at start-up they are spread out, lest all connect together."""
@@ -233,13 +207,13 @@ class Poller:
     # --- when -------------------------------------------------------------------------------------
 
     def _due_in(self, watched: _Watched, delay: float) -> None:
-        watched.due = self._clock.now() + delay
+        watched.due = time.monotonic() + delay
         heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
         self._stirred.set()
 
     async def _look(self, watched: _Watched) -> None:
         async with self._places[watched.answered]:
-            began = self._clock.now()
+            began = time.monotonic()
             if watched.answered:
                 self.lags.append(began - watched.due)
             try:
@@ -253,14 +227,14 @@ class Poller:
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
-            self._due_in(watched, max(began + pause - self._clock.now(), self._pace.least))
+            self._due_in(watched, max(began + pause - time.monotonic(), self._pace.least))
 
     async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
         """Record the error as a missed poll: the author of the row then sees it there."""
         watched.misses += 1
         watched.answered = False
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
-        asked_at = self._clock.now() + self._ahead
+        asked_at = time.monotonic() + self._ahead
         try:
             await self._database.in_thread(
                 lambda s: observation.record_miss(s, vm_id, asked_at, text)
@@ -277,7 +251,7 @@ class Poller:
 
     async def _look_now(self, watched: _Watched) -> bool:
         """Poll the machine; returns True if it answered, even with an untrusted key."""
-        machine, asked_at = watched.machine, self._clock.now() + self._ahead
+        machine, asked_at = watched.machine, time.monotonic() + self._ahead
         try:
             if machine.transport != LOCAL and (machine.host_key is None or watched.barred):
                 await self._ask_for_key(watched)
