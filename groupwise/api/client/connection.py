@@ -140,17 +140,33 @@ class Connection:
         }
 
 
+def certificate_problem(url: str, error: BaseException | None) -> str | None:
+    """A message if a request failed because the server's certificate is not trusted here."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    return (
+        f"{url} shows a certificate that is not trusted here ({error.verify_message}). Where an authority of your own has signed it, set "
+        "SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name in the URL."
+    )
+
+
+def problem_in(response: httpx2.Response, today: float) -> Problem | None:
+    """The problem in the body of an unsuccessful response, with the header's `Retry-After`; None if it has none. `today`: seconds since
+    1970."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return None
+    seconds = retry_after(response.headers.get("Retry-After"), today)
+    return problem if seconds is None else problem.model_copy(update={"retry_after": seconds})
+
+
 def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:
     """The caller's error for a lost request or response, and whether a retry may help."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is not None:
-        return NoAnswer(
-            f"{connection.url} shows a certificate that is not trusted here ({cause.verify_message}). Where an authority of your own has "
-            "signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name "
-            "in the URL."
-        ), False
+    if untrusted := certificate_problem(connection.url, error):
+        return NoAnswer(untrusted), False
     kind = type(error).__name__
     return NoAnswer(
         f"{connection.url} does not answer ({kind}{f': {error}' if str(error) else ''}). Look whether the server runs there; "
@@ -160,14 +176,10 @@ def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple
 
 def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientError, bool]:
     """The caller's error for an unsuccessful response, and whether a retry may help."""
-    try:
-        problem = Problem.model_validate_json(response.content)
-    except ValidationError:
+    problem = problem_in(response, connection.timing.today())
+    if problem is None:
         error = strange(response, "no problem of this protocol")
         return error, response.status_code in MAY_PASS
-    seconds = retry_after(response.headers.get("Retry-After"), connection.timing.today())
-    if seconds is not None:
-        problem = problem.model_copy(update={"retry_after": seconds})
     kind = KINDS.get(problem.code)
     return refused_error(problem), kind.retry if kind else problem.status in MAY_PASS
 

@@ -52,6 +52,7 @@ _BY_TYPE: Mapping[str, str] = {
     "tuple_type": "must be a list",
     "dict_type": "must be an object, { … }",
     "model_type": "must be an object, { … }",
+    "dataclass_type": "must be an object, { … }",
     "model_attributes_type": "must be an object, { … }",
 }
 _OF_TYPE = (

@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import random
-import ssl
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from urllib.parse import quote
 
 import httpx2
 
+from groupwise.api.client.connection import MAY_PASS, certificate_problem, problem_in
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -41,7 +41,7 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
-from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
+from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
@@ -68,8 +68,6 @@ OTHERS_REST = 5.0
 """Seconds without progress on such a file, after which this client continues the upload itself."""
 MOST_HASHES = 10_000
 """Maximum number of hashes in one request."""
-OF_A_PROXY = frozenset({502, 503, 504})
-"""Statuses that a proxy sends if it cannot reach the API behind it."""
 log = logging.getLogger(__name__)
 
 
@@ -647,13 +645,8 @@ class FleetClient:
         return answer
 
     def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
-        if (untrusted := _not_trusted(error)) is not None:
-            return FleetAway(
-                f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "
-                "has signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that "
-                "name in the address.",
-                passing=False,
-            )
+        if untrusted := certificate_problem(self.url, error):
+            return FleetAway(untrusted, passing=False)
         return FleetAway(
             f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
             "there, and the address right?",
@@ -726,13 +719,6 @@ def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
     return entries
 
 
-def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """The certificate error that caused a failed request; None: it had another cause."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
 def _part(name: str) -> str:
     """Quote a name as one part of a URL path. Raises UsageError for one that would change the path."""
     if name in ("", ".", "..") or "/" in name:
@@ -745,12 +731,10 @@ def _part(name: str) -> str:
 
 def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
     """The server's refusal; an answer that does not come from a fleet is reported as such."""
-    try:
-        problem = Problem.model_validate(answer.json())
-    except ValueError:
-        problem = None
+    problem = problem_in(answer, time.time())
     if problem is None or problem.code not in KINDS:
         words = f"{answer.status_code} from {answer.url}, which is no fleet's answer: {answer.text[:200]}"
-        return FleetAway(words) if answer.status_code in OF_A_PROXY else Refusal("internal", words)
-    errors = [FieldError(field=each.field, message=each.message) for each in problem.errors]
-    return Refusal(problem.code, problem.detail, errors=errors, retry_after=problem.retry_after)
+        return FleetAway(words) if answer.status_code in MAY_PASS else Refusal("internal", words)
+    return Refusal(
+        problem.code, problem.detail, errors=problem.errors, retry_after=problem.retry_after
+    )

@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
 )
 
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.hosts.framing import BadAnswer
 from groupwise.jobs.hosts.spec import (
     JOB_ID,
@@ -405,10 +406,9 @@ def _read(kind: type[T], document: object, where: str) -> T:
     try:
         return _adapter(kind).validate_python(_without_nulls(document))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = "".join(f".{part}" for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")[:LONGEST_NAME]
-        raise BadAnswer(f"{where}{path} is {repr(first['input'])[:200]}: {message}") from None
+        first = field_errors(error, whole="it")[0]
+        place = f"{where}.{first.field}" if first.field else where
+        raise BadAnswer(f"{place} is {repr(first.given)[:200]}: {first.message}") from None
 
 
 def member_state(document: object) -> MemberState:
