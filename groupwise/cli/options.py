@@ -22,6 +22,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from groupwise.core.errors import UsageError
+
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON; everything else goes to stderr.")
@@ -35,23 +37,37 @@ DryRun = Annotated[
 
 
 class Command(TyperCommand):
-    """A command that accepts deprecated names of its options and hides them from --help."""
+    """A command that accepts deprecated names of its options and hides them from --help. An option that has one value must be given under
+    one name."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.older: list[Any] = []
         for each in self.params:
             names = [name for name in each.opts if name.startswith("--")]
-            if len(names) > 1:
+            for name in names[1:]:
                 older = copy(each)
-                older.opts, older.secondary_opts = names[1:], []
-                each.opts = [name for name in each.opts if name not in older.opts]
+                older.opts, older.secondary_opts = [name], []
+                each.opts = [other for other in each.opts if other != name]
                 self.older.append(older)
 
     def make_parser(self, ctx: Any) -> Any:
-        parser = super().make_parser(ctx)
+        parser: Any = super().make_parser(ctx)
         for each in self.older:
             each.add_to_parser(parser, ctx)
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            opts, rest, order = parse(args=args)
+            spelled: dict[str, str] = {}
+            for each in order:
+                name = each.opts[0]
+                other = spelled.setdefault(each.name, name)
+                if other != name and not each.multiple:
+                    raise UsageError(f"{other} and {name} are the same option: give one of them.")
+            return opts, rest, order
+
+        parser.parse_args = parse_args
         return parser
 
 

@@ -84,7 +84,7 @@ def modal(
 
 
 def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
-    """For each Modal Secret, the variables that the job gets. `values`: the variables of --env-file. Raises UsageError."""
+    """For each Modal Secret, the variables that the job gets. `values`: the variables of --env and --env-file. Raises UsageError."""
     from groupwise.jobs.hosts.spec import name_problems
 
     found: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str,
         names = {*values, *(word for words in found.values() for word in words)}
         if twice := sorted(names.intersection(variables)):
             raise UsageError(
-                f"--secret {each}: {', '.join(twice)} is given twice; leave one out of --secret and --env-file."
+                f"--secret {each}: {', '.join(twice)} is given twice; leave one out of --secret, --env and --env-file."
             )
         found.setdefault(name, []).extend(variables)
     return found
