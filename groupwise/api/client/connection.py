@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +25,10 @@ from groupwise.api.client.errors import (
     Unavailable,
     refused_error,
 )
+from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
 from groupwise.api.openai_client.response_parsing import excerpt
-from groupwise.api.openai_client.waiting import retry_after
 from groupwise.api.schemas.keys import VARIABLE
-from groupwise.api.schemas.problems import KINDS, Problem
+from groupwise.api.schemas.problems import KINDS
 from groupwise.core.errors import UsageError
 from groupwise.core.retry import Backoff, Retry, Timing
 
@@ -46,8 +45,6 @@ TIMEOUT = 300.0
 CONNECT_TIMEOUT = 10.0
 FIRST, LONGEST = 0.5, 30.0
 """Bounds of the wait, in seconds: before the second attempt, and the largest one after doubling."""
-MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of responses without a problem body, as proxies send them, that may pass."""
 
 
 @dataclass(slots=True)
@@ -138,29 +135,6 @@ class Connection:
             # Calls that wait at the server for minutes must not prevent others from being sent.
             "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         }
-
-
-def certificate_problem(url: str, error: BaseException | None) -> str | None:
-    """A message if a request failed because the server's certificate is not trusted here."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
-        error = error.__cause__ or error.__context__
-    if error is None:
-        return None
-    return (
-        f"{url} shows a certificate that is not trusted here ({error.verify_message}). Where an authority of your own has signed it, set "
-        "SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name in the URL."
-    )
-
-
-def problem_in(response: httpx2.Response, today: float) -> Problem | None:
-    """The problem in the body of an unsuccessful response, with the header's `Retry-After`; None if it has none. `today`: seconds since
-    1970."""
-    try:
-        problem = Problem.model_validate_json(response.content)
-    except ValidationError:
-        return None
-    seconds = retry_after(response.headers.get("Retry-After"), today)
-    return problem if seconds is None else problem.model_copy(update={"retry_after": seconds})
 
 
 def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:

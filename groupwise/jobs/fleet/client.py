@@ -30,7 +30,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from groupwise.api.client.connection import MAY_PASS, certificate_problem, problem_in
+from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
