@@ -118,9 +118,11 @@ def _slurm(way: Way) -> Door:
 
 
 def _sbatch_options(request: EngineRequest) -> tuple[str, ...]:
+    # Slurm's M is 2**20 bytes, ours is 10**6.
+    mebibytes = None if request.ram_mb is None else -(-request.ram_mb * 10**6 // 2**20)
     asks = {
         "cpus": request.cpus,
-        "memory": None if request.ram_mb is None else f"{request.ram_mb}M",
+        "memory": None if mebibytes is None else f"{mebibytes}M",
         "gpu": request.gpu_model,
         "options": request.options,
     }

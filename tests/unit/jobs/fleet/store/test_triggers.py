@@ -530,7 +530,7 @@ def test_only_a_job_that_runs_is_asked_to_end(database: Database) -> None:
         job(database, status, status)
         change = "UPDATE jobs SET cancel_requested_at = 5 WHERE job_id = :s"
         if status in ("queued", "pending", "held"):
-            refused(database, "groupwise fleet cancel ends one that waits", change, s=status)
+            refused(database, "groupwise fleet stop ends one that waits", change, s=status)
         else:
             execute(database, change, s=status)
     again = "UPDATE jobs SET status = 'queued', generation = generation + :n"
